@@ -56,6 +56,8 @@ ANSWERS = (
     ("0.333333", "1/3"),
     (r"\boxed{\frac{2}{6}}", r"\frac{1}{3}"),
     (r"\boxed{3\sqrt{2}}", "3"),
+    (r"\boxed{15k+1}", "15"),
+    (r"\boxed{2\sqrt{3} \approx 3.46}", r"2\sqrt{3}"),
     (r"\boxed{2\sqrt{2}}", r"\sqrt{8}"),
     (r"\boxed{(1, 2)}", "(1,\n2)"),
     (r"\boxed{2, 1}", "1 and 2"),

@@ -9,12 +9,14 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference, references_in
-from lightning_rl.rewards.choice_reading import TURN, letter_reader
+from lightning_rl.rewards.choice_reading import AND, TURN, letter_reader
 from lightning_rl.rewards.text import MARKERS, answer_place, column_of, join_boxes
 from lightning_rl.utils.arguments import check_text, check_texts
 
 DECORATION = " \t\r\n*_`\"'()[]{}<>.:,;!?$\\\uff1a\uff08\uff09\u3002"
-
+TEXT = re.compile(r"\\(?:text|math|mbox)\w*\s*\{([^{}]*)\}")
+GOES_ON = re.compile(r"[^\W_]|\s*\\?[%^*/+=]|[.,:-][0-9]")
+JOIN = re.compile(rf"[\s)\]}}*.$\"']*(?:[,;]\s*)?(?:{AND}|[,;])[\s(\[{{*$\"']*", re.IGNORECASE)
 DELIMITER = re.compile(r"\\[()\[\]]")  # of a formula
 
 
@@ -118,8 +120,8 @@ class ChoiceMatch(AnswerMatch):
         reader, text = letter_reader(self.letters), join_boxes(text)
         start, begin, end = answer_place(text, self.markers) or (-1, 0, len(text))
         marked, normal = start >= 0, _normal_form(text[begin:end])
-        if said := [one for one in choices if (_starts(normal, one) if marked else normal == one)]:
-            return {choices.index(max(said, key=len))}
+        if said := _choices_at_start(normal, choices) if marked else {one for one in choices if normal == one}:
+            return set(map(choices.index, said))
         heard = reader.without_ruled_out(text)
         if not marked and (whole := reader.whole(heard)):
             return self._indices_of(whole)
@@ -135,10 +137,20 @@ class ChoiceMatch(AnswerMatch):
         return {self.letters.upper().index(letter.upper()) for letter in letters}
 
 
-def _starts(stated: str, choice: str) -> bool:
-    return bool(choice) and stated.startswith(choice) and not stated[len(choice) : len(choice) + 1].isalnum()
+def _choices_at_start(stated: str, choices: Sequence[str]) -> set[str]:
+    """Return the choice with which a text begins, and those that "or", a comma etc. join to it."""
+    found, place = set[str](), 0
+    while here := [one for one in choices if one and stated.startswith(one, place)]:
+        choice = max(here, key=len)
+        if GOES_ON.match(stated, place + len(choice)):
+            break
+        found.add(choice)
+        if (joined := JOIN.match(stated, place + len(choice))) is None:
+            break
+        place = joined.end()
+    return found
 
 
 def _normal_form(text: Any) -> str:
-    folded = unicodedata.normalize("NFKC", str(text)).casefold()
+    folded = unicodedata.normalize("NFKC", TEXT.sub(r"\1", str(text))).casefold()
     return re.sub(r"\s+", " ", folded).strip(DECORATION)

@@ -127,16 +127,15 @@ def _questions(text: str, reference: Any, *, bare: bool) -> list[tuple[str, str]
     if not isinstance(reference, str | Real | Decimal) or isinstance(reference, bool):
         raise UnreadableReference(f"expected a number or formula, got {reference!r:.200}")
     wanted = answer_of_reference(reference)
-    given = answers_of_text(text, commas="," in str(reference), bare=bare)
+    given = answers_of_text(text, commas=re.search(r",|\\pm|\u00b1", str(reference)) is not None, bare=bare)
     if any(answer.text and answer.text == wanted.text for answer in given):
         return [("$1$", "$1$")]
     if wanted.words is not None:
         return [("$1$", "$1$" if any(answer.words == wanted.words for answer in given) else "$0$")]
     if any(answer.contradicts(wanted) for answer in given):
         return [(wanted.latex, "")]
-    return [
-        (value, formula) for answer in given for value in wanted.values(answer) for formula in answer.formulas(wanted)
-    ]
+    pairs = ((value, answer.formulas(wanted)) for answer in given for value in wanted.values(answer))
+    return [(value, formula) for value, formulas in pairs for formula in formulas] or [(wanted.latex, "")]
 
 
 def _same_number(reference: str, text: str) -> bool | None:

@@ -80,16 +80,6 @@ NUMBER_WORD = re.compile(
     "(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundred|thousand|million|and"
 )
 PLACEHOLDERS = frozenset({"n/a", "na", "nan", "null"})
-SYMBOLS_OF_TEXT = {
-    "\u221e": r"\infty ",
-    "\u03c0": r"\pi ",
-    "\u2205": r"\emptyset ",
-    "\u222a": r"\cup ",
-    "\u2229": r"\cap ",
-    "\u00b0": r"^\circ ",
-    "\u00d7": r"\times ",
-    "\u00b7": r"\cdot ",
-}
 
 
 @dataclass(frozen=True)
@@ -179,7 +169,8 @@ def answers_of_text(text: str, *, commas: bool, bare: bool = False) -> list[Answ
     found = _read_last(text)
     stated = _read_statement(text)
     if stated is not None:
-        return [stated, found] if stated.words is not None and not stated.latex else [stated]
+        alone = stated.latex or re.search(r"\bnot\b.*[0-9]", stated.words or "")
+        return [stated] if alone else [stated, found]
     line = _strip_delimiters(text)
     if len(text) <= SPAN and (bare or _measure(line) or not (_prose(line) or VARIABLE.search(line))):
         alone = _sentence(text)
@@ -216,8 +207,9 @@ def _tidy(text: str) -> str:
     text = plain_text(text).replace(r"\$", "\uff04").replace(r"\!", "").replace(r"\varnothing", r"\emptyset")
     text = re.sub(r"=\s*[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])", lambda value: value.group().replace(",", ""), text)
     text = SCIENTIFIC.sub(r"\1 \\cdot 10^{\2}", text)
-    text = re.sub("\u221a\\(?([0-9]+)\\)?", r"\\sqrt{\1}", text)
-    text = text.translate(str.maketrans(SYMBOLS_OF_TEXT))
+    text = re.sub(r"\\sqrt (?:([0-9]+)|\(([^()]*)\))", r"\\sqrt{\1\2}", text)
+    text = re.sub(r"(?<![\w\\^)])[a-z]\s*=(?=[^=$\n,]*[0-9]\s*i\b)", "", text)  # z of a complex number
+    text = re.sub(r"\\(?:mathbb|mathrm|operatorname)\s*\{Pr?\}|\\Pr\b", "P", text).replace("^{0.5}", "^{1/2}")
     text = re.sub(r"(?<=[0-9])(?:\\,|\{,\}|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))", ",", text)
     text = BOX.sub(lambda box: r"\boxed{" + (box["token"] + "}" if box["token"] else ""), text)
     return re.sub(r"\$[^$]*\$", lambda formula: formula.group().replace("\n", " "), text)
@@ -236,7 +228,8 @@ def _first_lines(answer: str) -> str:
 
 def _strip_delimiters(answer: str) -> str:
     """Return an answer in one line without dollar signs around formulas and without decoration."""
-    answer = re.sub(r"^[-=]+>", "", " ".join(answer.replace("\n", " ").replace("**", "").split()))
+    answer = " ".join(answer.replace("**", "").split())
+    answer = re.sub(r"^\$?(?:[-=]+>|\\(?:approx|simeq)\b)", "", answer)
     if re.fullmatch(r"(?:[^$]*\$(?=[0-9]))+[^$]*", answer):  # amounts of money, no formulas
         answer = answer.replace("$", "\uff04")
     answer = WHOLE.sub(lambda formula: next(filter(None, formula.groups()), "").strip(), answer)
@@ -322,7 +315,7 @@ def _solution_set(answer: str) -> str:
     """Return a set builder as its condition, and inequalities that "or" joins as a union of intervals."""
     builder = BUILDER.fullmatch(answer)
     answer = builder[1].strip() if builder else answer
-    parts = [INEQUALITY.fullmatch(part.strip()) for part in re.split(r"\\lor|\\vee|\\text\{ or \}|\bor\b", answer)]
+    parts = [INEQUALITY.fullmatch(part.strip()) for part in re.split(r"\\lor|\\vee|\\text\{\s*or\s*\}|\bor\b", answer)]
     intervals = [_interval(part) for part in parts if part]
     return r" \cup ".join(intervals) if len(intervals) == len(parts) > 1 else answer
 

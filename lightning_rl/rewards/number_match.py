@@ -10,7 +10,6 @@ Source: the answers of GSM8K, which end with ``#### 42``: Cobbe et al. 2021, arX
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -59,7 +58,7 @@ NUMBER = re.compile(
       | (?P<decimal>{DECIMAL})
         (?:
             [eE](?P<exponent>[-+]?[0-9]++)(?![0-9A-Za-z_])
-          | \s*+(?:\\times|\\cdot|[x*\u00d7\u00b7])\s*+10\s*+{POWER_OF}(?P<ten>[-+]?[0-9]++)\s*+\}}?
+          | \s*+\\times\s*+10\s*+{POWER_OF}(?P<ten>[-+]?[0-9]++)\s*+\}}?
           | \s*+{POWER_OF}(?P<power>[-+]?[0-9]++)\s*+\}}?
         )?
     )
@@ -68,13 +67,16 @@ NUMBER = re.compile(
     re.VERBOSE,
 )
 BEFORE = re.compile(  # a number is part of a formula, range, bound or time
-    r"(?:(?:<|(?<![-=])>|\u00b1)\s*|\\(?!text|math|mbox|left|quad|display)[A-Za-z]+\s*(?:\[[^]]*\])?\s*\{?|[\w)}\]]\s*(?:[-+/^_:]|\*(?!\*))\s*)$"
+    r"(?:(?:<|(?<![-=])>)\s*|\\(?!text|math|mbox|left|quad|display)[A-Za-z]+\s*(?:\[[^]]*\])?\s*(?:\\left)?[{(]?\s*"
+    r"|(?<![A-Za-z\\])[A-Za-z]+\(|\||[\w)}\]]\s*(?:[-+/^_]|(?<=[0-9]):|\*(?!\*))\s*)$"
 )
 BOUND = re.compile(r"(?:<|(?<![-=])>|\\[lgn]e)\s*$")
 WORDS_BEFORE_FORMULA = re.compile(r"^[^0-9\\$]+(?=\$[^$]*\$|\\\[|\\\()")
 AFTER = re.compile(
-    r"\s*(?:\\(?!text|math|mbox|right|quad|circ)[A-Za-z]+|\^(?!\s*\{?\s*\\circ)|[_>]|<(?!/)|\u00b1|[-+*/:]\s*(?:[0-9(\\]|[A-Za-z]\b))"
+    r"\s*(?:\\(?!text|math|mbox|right|quad|circ)[A-Za-z]+|\^(?!\s*\{?\s*\\circ)|[_>]|<(?!/)|[-+*/:]\s*(?:[0-9(\\]|[A-Za-z]\b))"
 )
+FACTOR = re.compile(r"(?P<word>[ap]\.m\.?|[A-Za-z]+|\s+[A-Za-z](?=\s*[-+^=]))(?P<sum>\s*[-+]\s*[0-9])?")
+FACTORIAL = re.compile(r"(?<=[0-9)])!(?=\s*[$}/\\])")
 DECORATION = re.compile(r"\\(?:text|math|mbox|quad)\w*|[\s$*~\\){}\[\]]+")
 NAME = r"(?: ?[A-Za-z](?:_?[0-9])? ?=)?"
 OR = rf"(?:{AND_OR}|y|o|e|\u0438|lor|vee)"
@@ -138,7 +140,7 @@ class NumberMatch(AnswerMatch):
 
     def number_of_text(self, text: str) -> Fraction | None:
         """Return the number that a completion states; None if there is none or it has more than 1000 digits."""
-        text = plain_text(text)
+        text = FACTORIAL.sub(r"\\factorial", plain_text(text)).replace(r"\approx", "=")
         stated = stated_answer(text, self.markers)
         line = "" if stated is None else with_decimal_points(without_spaces(first_line(stated)))
         line = WORDS_BEFORE_FORMULA.sub("", line).replace("=>", "->")
@@ -158,7 +160,7 @@ class NumberMatch(AnswerMatch):
         if number and (isinstance(reference, Rational) or math.isfinite(reference)):
             return _exact(reference)
         if isinstance(reference, str):
-            text = plain_text(reference)
+            text = plain_text(reference).replace(r"\approx", "=")
             stated = stated_answer(text, self.markers)
             for part in (text,) if stated is None else (first_line(stated), stated):
                 value = self._only_number(without_spaces(SPACING.sub(" ", part)))
@@ -194,20 +196,27 @@ def _stated_value(line: str, numbers: list[re.Match[str]]) -> Fraction | None:
     begin = len(line) - len(_right_side(line))
     left = line[:begin].rstrip("= ").rpartition("=")[2].strip("= $")
     index = next(
-        (n for n, number in enumerate(numbers) if number.start() >= begin and not _is_negation(line, number)), None
+        (n for n, number in enumerate(numbers) if number.start() >= begin and not NOT.search(line[: number.start()])),
+        None,
     )
     if index is None:
         return None
     number = numbers[index]
-    part = BEFORE.search(line[begin : number.start()]) or AFTER.match(line[number.end() :])
+    rest = line[number.end() :]
+    part = BEFORE.search(line[begin : number.start()]) or AFTER.match(rest) or _is_factor(FACTOR.match(rest))
     near = numbers[max(index - 1, 0) : index + 2]
-    different = any(_value(one) != _value(number) and SEVERAL.fullmatch(_between(line, number, one)) for one in near)
+    different = any(
+        value_of(one) != value_of(number) and SEVERAL.fullmatch(_between(line, number, one)) for one in near
+    )
     equated = NUMBER.fullmatch(left)  # the 4 of "4 = 5"
-    return None if part or different or (equated and _value(equated) != _value(number)) else _value(number)
+    return None if part or different or (equated and value_of(equated) != value_of(number)) else value_of(number)
 
 
-def _is_negation(line: str, number: re.Match[str]) -> bool:
-    return NOT.search(line[: number.start()]) is not None
+def _is_factor(match: re.Match[str] | None) -> bool:
+    """Return True for letters behind a number that are no unit, as in 15k, or are part of a sum."""
+    if match is None or match["word"] in ("st", "nd", "rd", "th"):  # codespell:ignore nd
+        return False
+    return bool(match["sum"]) or match["word"] in ("B", "K", "M") or not is_unit(match["word"].strip(), apart=True)
 
 
 def _between(text: str, one: re.Match[str], other: re.Match[str]) -> str:
@@ -223,29 +232,25 @@ def _last_value(text: str) -> Fraction | None:
     if (
         last is None
         or BOUND.search(text[max(0, last.start() - SPAN) : last.start()])
-        or (before and _value(before) != _value(last) and ALTERNATIVE.fullmatch(_between(text, before, last)))
+        or (before and value_of(before) != value_of(last) and ALTERNATIVE.fullmatch(_between(text, before, last)))
     ):
         return None
-    return _value(last)
+    return value_of(last)
 
 
-def _value(match: re.Match[str]) -> Fraction | None:
+def value_of(match: re.Match[str]) -> Fraction | None:
     """Return the value of a match; None for too many digits or a division by zero."""
     if len(match.group()) > MAX_DIGITS:
         return None
     top, bottom = match["latex_top"] or match["top"], match["latex_bottom"] or match["bottom"]
-    value = _ratio(top, bottom) if top else _power(match)
+    divisor = _decimal(bottom or "1")
+    value = None if not divisor else _decimal(top) / divisor if top else _power(match)
     if value is None:
         return None
     value *= MULTIPLES.get(match["multiple"], 1)
     if match["whole"]:
         value += _decimal(match["whole"])
     return -value if "-" in (match["sign"], match["inner_sign"]) else value
-
-
-def _ratio(top: str, bottom: str) -> Fraction | None:
-    divisor = _decimal(bottom)
-    return _decimal(top) / divisor if divisor else None
 
 
 def _power(match: re.Match[str]) -> Fraction | None:
@@ -263,13 +268,3 @@ def _power(match: re.Match[str]) -> Fraction | None:
 def _decimal(numeral: str) -> Fraction:
     numeral = re.sub(r"^0(?:,|\{,\})", "0.", numeral)
     return Fraction(re.sub(r"[^0-9.+-]", "", numeral))
-
-
-def numbers_in(text: str) -> Iterator[Fraction | None]:
-    """Yield the numbers of a text in order; None for one that cannot be parsed.
-
-    Example:
-        >>> [str(number) for number in numbers_in("-$1,234.50, 3/4 of 1e2")]
-        ['-2469/2', '3/4', '100']
-    """
-    return (_value(match) for match in NUMBER.finditer(plain_text(text)))

@@ -17,11 +17,10 @@ SENTENCES = (
     *("respuesta es", "respuestas son", "r\u00e9ponse est", "r\u00e9ponses sont", "risposta \u00e8", "risposte sono"),
     *("resposta \u00e9", "respostas s\u00e3o", "\u043e\u0442\u0432\u0435\u0442 \u0440\u0430\u0432\u0435\u043d"),
 )
-EAST_ASIAN = ("\u7b54\u6848", "\u7b54\u3048", "\ub2f5")  # answer in Chinese, Japanese and Korean
 MARKERS = (
     *("####", r"\boxed{", r"\fbox{", *SENTENCES),
     *dict.fromkeys(sentence.split()[0] + ":" for sentence in SENTENCES),
-    *(noun + ":" for noun in EAST_ASIAN),
+    *("\u7b54\u6848:", "\u7b54\u3048:", "\ub2f5:"),
     *("\u7b54\u6848\u662f", "\u7b54\u6848\u4e3a", "\u7b54\u6848\u5e94\u4e3a", "\u6545\u9009", "\u7b54\u3048\u306f"),
     "\ub2f5\uc740",
 )
@@ -29,16 +28,13 @@ AND_OR = "or|and|to|oder|und|bis|ou|\u0438\u043b\u0438|\u6216|\u548c"  # between
 SPAN = 200  # maximum length of the line with an answer
 LETTERS = {"\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\u2010": "-", "\u2011": "-", "\u2012": "-"}
 LETTERS |= {"\u2044": "/", "\u2215": "/", "\uff0f": "/", "\uff0c": ",", "\uff0e": ".", "\uff05": "%", "\uff04": "$"}
-LETTERS |= {"\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u2248": r"\approx "}
-LETTERS |= {
-    "\u4e07": " wan ",
-    "\u842c": " wan ",
-    "\u4ebf": " yi ",
-    "\u5104": " yi ",
-    "\u5143": " yuan ",
-    "\u3002": ". ",
-}
+LETTERS |= {"\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u2248": r"\approx ", "\u221a": r"\sqrt "}
+LETTERS |= {"\u4e07": " wan ", "\u842c": " wan ", "\u4ebf": " yi ", "\u5104": " yi "}
+LETTERS |= {"\u5143": " yuan ", "\u3002": ". "}
+LETTERS |= {"\u221e": r"\infty ", "\u03c0": r"\pi ", "\u2205": r"\emptyset ", "\u222a": r"\cup ", "\u2229": r"\cap "}
+LETTERS |= {"\u00b0": r"^\circ ", "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u00b1": r"\pm "}
 VALUE = r"(?=[-+]?\\?\$?\\?\(?\.?(?:[0-9]|\\[dt]?frac|\\sqrt|\\pi))"
+OPENING = r"(?:(?<=[={(\[:#])\s?|(?<=\bis )|(?<=[\s:]\$))"  # of an answer
 DISPLAY = re.compile(r"\$\$[^$]*\$\$|\\\[(?:(?!\\\[|\\\]).)*\\\]|\\\((?:(?!\\\(|\\\)).)*\\\)", re.DOTALL)
 EQUATIONS = re.compile(
     r"\\begin\{(?P<name>(?P<display>align|equation|gather)\*?|aligned|gathered|split|cases)\}"
@@ -49,9 +45,7 @@ JSON_ANSWER = re.compile(
     r'"(?:final[ _]?)?answer"\s*:\s*(?:"(?P<text>(?:[^"\\]|\\.)*)"|(?P<other>\[[^][{}]*\]|[^\s"{},\[\]]+))',
     re.IGNORECASE,
 )
-REWRITTEN = re.compile(
-    r"<answer>|\"(?:final.)?answer\":?|[#*_ ]+(?:final )?answer[*_ ]*", re.IGNORECASE
-)  # by plain_text
+REWRITTEN = re.compile(r"<answer>|\"(?:final.)?answer\":?|[#*_ ]+(?:final )?answer[*_ ]*", re.IGNORECASE)
 SCALE_WORD = r"(?:more|greater|larger|higher|less|fewer|smaller|lower)"
 
 
@@ -75,16 +69,16 @@ NOTATIONS = [
         (_words_before_value("minus|negative"), "-"),
         (rf"(?<![\w)}}\]$%.])(?<![0-9)}}\]$%.] )[\u2013\u2014]{VALUE}", "-"),
         (_words_before_value("maybe|perhaps|possibly|probably"), ""),
-        (r"\\(?:approx|simeq)\b", "="),
+        (rf"({OPENING})- +{VALUE}", r"\1-"),
+        (r"(?<![\w\\)}\]])([a-z])\s*\\(?:approx|simeq)\b", r"\1 ="),
         (r"(?<=[0-9])(?=[\u3040-\u9fff])|(?<=[\u3040-\u9fff])(?=[0-9])", " "),
-        (r"(?<=[0-9])\s*(?:x|\*|\u00d7|\u00b7|\u22c5)\s*10\s*(?:\^|\*\*)", r" \\times 10^"),
+        (r"(?<=[0-9])\s*(?:x|\*|\\times|\\cdot)\s*10\s*(?:\^|\*\*)", r" \\times 10^"),
         (r"(?<=[\w)])\*\*(?=[-(]?[0-9])|(?<=[0-9)]) \*\* (?=[-(]?[0-9])", "^"),
-        (r"\^\(?([-+]?[0-9]+)\)|\^([-+][0-9]+)", r"^{\1\2}"),
+        (r"\^\(([-+]?[0-9]+)\)|\^([-+][0-9]+)", r"^{\1\2}"),
     )
 ]
-BOUND = re.compile(
-    _words_before_value(rf"at least|at most|up to|(?:not? )?{SCALE_WORD} than(?: or equal to)?"), re.IGNORECASE
-)
+SIDES = rf"{OPENING}(?:over|above|under|below)|at least|at most|up to|m(?:ax|in)imum of"
+BOUND = re.compile(_words_before_value(rf"{SIDES}|(?:not? )?{SCALE_WORD} than(?: or equal to)?"), re.IGNORECASE)
 OR_MORE = re.compile(
     rf"(?<![0-9.,])(-?[0-9][0-9.,]*)(\s+(?!or\b)[a-z]+)?\s+or\s+({SCALE_WORD})\b(?! than)", re.IGNORECASE
 )
@@ -264,6 +258,7 @@ def plain_text(text: str) -> str:
     Digits of other scripts, fraction characters and signs are ASCII, ``x 10**3`` is ``\times 10^3``, ``minus 5`` is -5,
     "at least 5" is ``\ge 5``; the answers of JSON and of ``<answer>`` stand after ``Answer:``.
     """
+    text = re.sub(r"(?<=\\\\)\[[0-9.]+[a-z]+\]", "", text)  # the height of a row
     text = EQUATIONS.sub(_equations, JSON_ANSWER.sub(_answer_of_json, text))
     text = DISPLAY.sub(lambda display: display[0].replace("\n", " "), text)
     if not text.isascii():
@@ -305,8 +300,8 @@ def _relation(words: str) -> str:
     """Return the sign of "at least", "no more than", "or less" etc."""
     words = words.casefold()
     negated = re.search(r"\bnot?\b", words) is not None
-    below = (re.search(r"most|up to|less|fewer|smaller|lower", words) is not None) != negated
-    strict = "than" in words and not negated and "equal" not in words
+    below = (re.search(r"most|up to|max|under|below|less|fewer|smaller|lower", words) is not None) != negated
+    strict = re.search(r"than|over|above|under|below", words) and not negated and "equal" not in words
     return ("<" if below else ">") if strict else (r"\le " if below else r"\ge ")
 
 

@@ -279,6 +279,24 @@ MATH: dict[str, Rows] = {
         (r"\boxed{e^{i \pi}}", "-1", 1.0),
         (r"\boxed{i^2}", "-1", 1.0),
         (r"\boxed{3+4i}", "4i+3", 1.0),
+        (r"\boxed{z=3+4i}", "3+4i", 1.0),
+        ("$z = 3+4i$", "3+4i", 1.0),
+        (r"\boxed{2z=3+4i}", "3+4i", 0.0),
+        (r"\boxed{2\sqrt{3} \approx 3.46}", r"2\sqrt{3}", 1.0),
+        (r"The answer is $2\sqrt{3} \approx 3.464$.", r"2\sqrt{3}", 1.0),
+        (r"\boxed{\frac13 \approx 0.333}", r"\frac{1}{3}", 1.0),
+        (r"\boxed{x \approx 3.46}", "3.46", 1.0),
+        (r"\boxed{-2,2}", r"\pm 2", 1.0),
+        (r"\boxed{-2,2}", "\u00b12", 1.0),
+        (r"\boxed{\begin{pmatrix}\frac12\\[4pt]3\end{pmatrix}}", r"\begin{pmatrix} \frac12 \\ 3 \end{pmatrix}", 1.0),
+        (r"\boxed{x<2 \quad\text{or}\quad x>5}", r"(-\infty, 2) \cup (5, \infty)", 1.0),
+        (r"\boxed{x<2\ \text{or}\ x>5}", r"(-\infty, 2) \cup (5, \infty)", 1.0),
+        (r"\boxed{(x^2+y^2)^{1/2}}", r"\sqrt{x^2+y^2}", 1.0),
+        ("\\boxed{(2+\u221a3)^2}", r"7+4\sqrt{3}", 1.0),
+        (r"\boxed{12^{0.5}}", r"2\sqrt{3}", 1.0),
+        (r"\boxed{\mathbb{P}(A)=\frac12}", r"\frac12", 1.0),
+        (r"\boxed{\Pr(A)=\frac12}", r"\frac12", 1.0),
+        ("The answer is 42-year-old.", "42", 1.0),
     ],
 }
 BOTH: dict[str, Rows] = {  # of NumberMatch and MathMatch
@@ -311,6 +329,13 @@ BOTH: dict[str, Rows] = {  # of NumberMatch and MathMatch
         ("10 minus 5 = 5. The answer is 5", "5", 1.0),
         ("The total is \u2013 of course \u2013 5.", "5", 1.0),
         (r"\boxed{-\frac12}", r"minus \frac12", 1.0),
+        *(
+            (said, reference, value)
+            for said in (r"\boxed{- 5}", "Answer: - 5", "$x = - 5$", "#### - 5", "The answer is - 5.")
+            for reference, value in (("-5", 1.0), ("5", 0.0))
+        ),
+        ("\\boxed{-\u00bd}", "-0.5", 1.0),
+        ("Answer: 10 - 5 = 5", "5", 1.0),
     ],
     "scale": [
         ("1.5e-3.", "0.0015", 1.0),
@@ -352,6 +377,10 @@ BOTH: dict[str, Rows] = {  # of NumberMatch and MathMatch
             "no more than 4",
             "4 or more",
             "4 dollars or less",
+            "over 4",
+            r"\text{under }4",
+            "a maximum of 4",
+            "not 4",
             "> 4",
             "x \u2265 4",
         )
@@ -368,6 +397,7 @@ BOTH: dict[str, Rows] = {  # of NumberMatch and MathMatch
         ("Answer: about 4", "4", 1.0),
         ("Answer: perhaps 4", "4", 1.0),
         ("The answer is 5, which is more than 4.", "5", 1.0),
+        ("The answer is 5 miles over 3 days.", "5", 1.0),
         ("He pays $5 more than $4. The answer is 9", "9", 1.0),
     ],
     "unit": [
@@ -463,7 +493,50 @@ NUMBER: dict[str, Rows] = {
         ("La respuesta correcta es 42. Paso 3", "42", 1.0),
         ("Answer (in cm): 42. Step 3", "42", 1.0),
         ("The answers are 42. 3", "42", 1.0),
+        ("The answer is the total: 42", "42", 1.0),
     ],
+    "formula": [
+        (f"{before}{formula}{after}", "42", 0.0)
+        for before, after in (("Answer: ", "."), (r"\boxed{", "}"), ("The answer is $", "$"))
+        for formula in (
+            *(
+                "42k+1",
+                "42x^2",
+                "42n-4",
+                "42i",
+                "42x + 3",
+                "42 x + 3",
+                "42xy",
+                "42 m + 3",
+                "42K",
+                "42M",
+                "42\u03c0",
+                "|-42|",
+            ),
+            *("sqrt(42)", "\u221a42", "f(42)", r"\sin(42)", r"\sin\left(42\right)", "42\xb72", "2 \xb1 42"),
+        )
+    ]
+    + [(r"\boxed{42!}", "42", 0.0), ("Answer: $42!$", "42", 0.0), ("Answer: 42!/2", "42", 0.0)],
+    "no-formula": [
+        (f"{before}{text}{after}", "42", 1.0)
+        for before, after in (("Answer: ", "."), (r"\boxed{", "}"))
+        for text in (
+            *(
+                "42m",
+                "42 m/s",
+                "42kg",
+                "42 km/h",
+                "42apples",
+                "42 a day",
+                "42nd",
+                "42\xb0C",
+                "42p.m.",
+                r"\left(42\right)",
+            ),
+            *("42 years - a long time", "f(2) = 42", r"x \approx 42", "\u2248 42", "42-year-old"),
+        )
+    ]
+    + [("Answer: 42!", "42", 1.0), ("The answer is **42!**", "42", 1.0)],
 }
 
 

@@ -400,6 +400,12 @@ def test_long_texts_are_read_fast(part: str) -> None:
         ("Answer: a whale. On reflection, the answer is an ant.", 3),
         ("Answer: a whale. No, the answer is a cow.", None),
         (r"\boxed{a whale", None),
+        (r"\boxed{\text{a whale}}", 1),
+        (r"\boxed{\textbf{a whale}}", 1),
+        ("Answer: a whale or an ant", None),
+        ("Answer: a whale, an ant", None),
+        (r"\boxed{\text{a whale and a whale shark}}", None),
+        ("Answer: a whale, since an ant is small", 1),
         ("something else", None),
     ],
 )
@@ -407,6 +413,16 @@ def test_texts_of_choices(completion: str, index: int | None) -> None:
     reward = ChoiceMatch(choices="options")
     values = [reward(["?"], [completion], answer=[row], options=[ANIMALS])[0] for row in range(4)]
     assert values == [float(row == index) for row in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("completion", "value"),
+    [(text, 1.0) for text in ("20", "20.", "20 km", r"\boxed{20}", "$20$")]
+    + [(text, 0.0) for text in ("20 or 30", r"\boxed{20, 30}", "20.5", "20%", r"20\%", "20/3", "20, " * 10**4 + "30")],
+)
+def test_a_number_that_is_a_choice_is_no_part_of_another_number(completion: str, value: float) -> None:
+    reward = ChoiceMatch(choices="options")
+    assert reward(["?"], [f"Answer: {completion}"], answer=["B"], options=[["10", "20", "30"]]) == [value]
 
 
 @pytest.mark.parametrize("reference", ["B", "b", "(B)", 1, "a whale", "B)36", "(B) 36", "B. 36", [1, 3], ["B"]])

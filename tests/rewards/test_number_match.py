@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from lightning_rl.rewards import NumberMatch
-from lightning_rl.rewards.number_match import numbers_in
+from lightning_rl.rewards.number_match import NUMBER, value_of
+from lightning_rl.rewards.text import plain_text
 
 BUNDLED = Path(__file__).resolve().parents[2] / "recipes" / "data" / "gsm8k"
 F = Fraction
@@ -101,7 +102,7 @@ F = Fraction
     ],
 )
 def test_what_reads_as_a_number(text: str, numbers: list[Any]) -> None:
-    assert list(numbers_in(text)) == numbers
+    assert [value_of(number) for number in NUMBER.finditer(plain_text(text))] == numbers
 
 
 @pytest.mark.parametrize(
