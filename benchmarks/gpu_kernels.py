@@ -154,7 +154,8 @@ def packed_attention(findings: Findings) -> None:
     draw = torch.Generator().manual_seed(0)
     shapes = [(1, each, sum(lengths), size) for each in (heads, key_heads, key_heads)]
     tensors = [torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes]
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    pairs_of_lengths = tuple((length, length) for length in lengths)
     hardware, head_sizes = hardware_of(device), frozenset({size})
     findings.figure("auto", choose_attention("auto", hardware, dtype, head_sizes))
     for window in (None, longest // 4):
@@ -165,7 +166,8 @@ def packed_attention(findings: Findings) -> None:
                 obstacle = kernel.obstacle(hardware, dtype, head_sizes)
                 if obstacle is not None:
                     raise SkipError(f"needs {obstacle}")
-                attention = partial(attend, sequences=PackedSequences(lengths, cu_seqlens, name), window=window)
+                sequences = PackedSequences(pairs_of_lengths, ends, ends, name)
+                attention = partial(attend, sequences=sequences, window=window)
                 pairs = zip(_results(attention, tensors), expected, strict=True)
                 error = max(float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs)
                 findings.at_most(f"{title}: largest error, of the largest", error, 1e-4 if findings.tiny else 3e-2)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,6 +21,7 @@ AUTO = "auto"
 HALF = (torch.float16, torch.bfloat16)
 MAX_HEAD_SIZE = 256  # of all FlashAttention kernels
 AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
+BLOCK = 256  # queries at once under a mask, so that few of their keys come later
 PACKAGES = ("flash_attn", "flash_attn_interface")
 
 
@@ -54,37 +55,41 @@ class Shared(NamedTuple):
     """Index maps between packed inputs, where common prompts occur once, and what attention reads.
 
     Attributes:
-        inputs: Index of the input at each position of attention.
-        positions: Position in attention's output of each input.
+        keys: Index of the input at each key: every sequence has all of its tokens.
+        queries: Index of the input at each query: every sequence has the tokens that no sequence before it has.
+        outputs: Index of the query of each input.
     """
 
-    inputs: Int[Tensor, " F"]
-    positions: Int[Tensor, " N"]
-
-    def spread(self, tensor: Shaped[Tensor, "1 heads N D"]) -> Shaped[Tensor, "1 heads F D"]:
-        """Return queries, keys or values at each position of attention."""
-        return tensor.index_select(2, self.inputs)
-
-    def gather(self, mixed: Shaped[Tensor, "1 F heads D"]) -> Shaped[Tensor, "1 N heads D"]:
-        """Return attention's output for each input."""
-        return mixed.index_select(1, self.positions)
+    keys: Int[Tensor, " F"]
+    queries: Int[Tensor, " N"]
+    outputs: Int[Tensor, " N"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedSequences:
     """Sequences of a packed row and the kernel for their attention.
 
+    The queries of a sequence are those of its last tokens; of all, if it shares no prompt.
+
     Attributes:
-        lengths: Length of each sequence, in order.
-        cu_seqlens: Cumulative lengths, int32, starting with 0.
+        lengths: Number of queries and of keys of each sequence, in order.
+        cu_queries: Cumulative numbers of queries, int32, starting with 0.
+        cu_keys: Cumulative numbers of keys, int32, starting with 0.
         attention: Name in :data:`KERNELS`, or ``"auto"``.
         shared: Index maps of common prompts; None if sequences follow each other.
     """
 
-    lengths: tuple[int, ...]
-    cu_seqlens: Int[Tensor, " b1"]
+    lengths: tuple[tuple[int, int], ...]
+    cu_queries: Int[Tensor, " b1"]
+    cu_keys: Int[Tensor, " b1"]
     attention: str = AUTO
     shared: Shared | None = None
+
+    @property
+    def boundaries(self) -> tuple[Tensor, Tensor, int, int]:
+        """Cumulative numbers of queries and of keys, and the largest number of each."""
+        queries, keys = map(max, zip(*self.lengths, strict=True))
+        return self.cu_queries, self.cu_keys, queries, keys
 
 
 def attend(
@@ -111,10 +116,14 @@ def attend(
     """
     sizes = frozenset((query.shape[-1], value.shape[-1]))
     name = choose_attention(sequences.attention, hardware_of(query.device), query.dtype, sizes)
-    if sequences.shared is None:
+    shared = sequences.shared
+    if shared is None:
         return KERNELS[name].attend(query, key, value, sequences, scaling, window)
-    query, key, value = map(sequences.shared.spread, (query, key, value))
-    return sequences.shared.gather(KERNELS[name].attend(query, key, value, sequences, scaling, window))
+    query, key, value = (
+        query.index_select(2, shared.queries),
+        *(part.index_select(2, shared.keys) for part in (key, value)),
+    )
+    return KERNELS[name].attend(query, key, value, sequences, scaling, window).index_select(1, shared.outputs)
 
 
 @lru_cache(maxsize=256)
@@ -197,12 +206,11 @@ def _flash(
 ) -> Tensor:
     """Call ``flash_attn_varlen_func`` of a package."""
     function = import_module(package).flash_attn_varlen_func
-    ends, longest = sequences.cu_seqlens, max(sequences.lengths)
     reach = (-1, -1) if window is None else (window - 1, 0)  # inclusive, without the token itself
     tokens = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     options = {"softmax_scale": scaling, "causal": True, "window_size": reach}
     deterministic = torch.are_deterministic_algorithms_enabled()  # PyTorch's own kernels read this setting
-    mixed = function(*tokens, ends, ends, longest, longest, **options, deterministic=deterministic)
+    mixed = function(*tokens, *sequences.boundaries, **options, deterministic=deterministic)
     return (mixed[0] if isinstance(mixed, tuple) else mixed)[None]  # some releases of 3 return a tuple
 
 
@@ -211,59 +219,65 @@ def _varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    ends, longest = sequences.cu_seqlens, max(sequences.lengths)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     reach = (-1 if window is None else window - 1, 0)
     grouped = q.shape[1] != k.shape[1]
-    mixed = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=reach, enable_gqa=grouped)
+    mixed = varlen_attn(q, k, v, *sequences.boundaries, scale=scaling, window_size=reach, enable_gqa=grouped)
     return (mixed[0] if isinstance(mixed, tuple) else mixed)[None]
 
 
 def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Compute attention with torch, for neighboring sequences of equal length together."""
-    runs, sizes = _runs(sequences.lengths)
+    """Compute attention with torch, for neighboring sequences of equal lengths together."""
+    runs = _runs(sequences.lengths)
     queries, keys, values = (
         [
-            part[0].unflatten(1, (number, length)).transpose(0, 1)
-            for part, (length, number) in zip(parts, runs, strict=True)
+            part[0].unflatten(1, (number, -1)).transpose(0, 1)
+            for part, number in zip(tensor.split(sizes, 2), runs.numbers, strict=True)
         ]
-        for parts in (tensor.split(sizes, 2) for tensor in (query, key, value))
+        for tensor, sizes in ((query, runs.queries), (key, runs.keys), (value, runs.keys))
     )
     mixed = [causal_attention(q, k, v, scaling, window) for q, k, v in zip(queries, keys, values, strict=True)]
     return torch.cat([part.transpose(1, 2).flatten(0, 1) for part in mixed])[None]
 
 
+class _Runs(NamedTuple):
+    """Numbers of sequences, queries and keys of each run of neighboring sequences of equal lengths."""
+
+    numbers: list[int]
+    queries: list[int]
+    keys: list[int]
+
+
 @lru_cache(maxsize=1024)
-def _runs(lengths: tuple[int, ...]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return (length, number) and the number of tokens of each run of neighboring sequences of equal length."""
-    runs = [(length, len(list(run))) for length, run in groupby(lengths)]
-    return runs, [length * number for length, number in runs]
+def _runs(lengths: tuple[tuple[int, int], ...]) -> _Runs:
+    runs = [(len(list(run)), *sizes) for sizes, run in groupby(lengths)]
+    return _Runs(
+        *map(list, zip(*((number, number * queries, number * keys) for number, queries, keys in runs), strict=True))
+    )
 
 
 def causal_attention(
-    query: Float[Tensor, "n H L D"],
+    query: Float[Tensor, "n H Q D"],
     key: Float[Tensor, "n K L D"],
     value: Float[Tensor, "n K L D"],
     scaling: float | None,
     window: int | None,
-) -> Float[Tensor, "n H L D"]:
-    """Compute attention within n sequences of one length with torch."""
-    mask = None
-    if window is not None and query.shape[2] > window:
-        position = torch.arange(query.shape[2], device=query.device)
-        distance = position[:, None] - position[None]
-        mask = (distance >= 0) & (distance < window)
-    return functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+) -> Float[Tensor, "n H Q D"]:
+    """Compute attention of the last Q tokens of n sequences of one length L with torch."""
+    asked, length = query.shape[2], key.shape[2]
+    options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    if asked == length and (window is None or length <= window):
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+    mixed, position = [], torch.arange(length, device=query.device)
+    for start, part in zip(range(length - asked, length, BLOCK), query.split(BLOCK, 2), strict=True):
+        end, first = start + part.shape[2], 0 if window is None else max(0, start - window + 1)
+        distance = position[start:end, None] - position[first:end]
+        mask = (distance >= 0) & (distance < (length if window is None else window))
+        inputs = part, key[:, :, first:end], value[:, :, first:end]
+        mixed.append(functional.scaled_dot_product_attention(*inputs, attn_mask=mask, **options))
+    return torch.cat(mixed, 2)
 
 
 KERNELS = {  # fastest first

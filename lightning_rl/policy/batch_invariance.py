@@ -302,22 +302,24 @@ def _attend_packed_rows(
     shared, (groups, places) = sequences.shared, _groups(sequences.lengths)
     mixed = []
     for index in groups:
-        inputs = index.to(query.device) if shared is None else shared.inputs[index.to(query.device)]
+        inputs = index.to(query.device) if shared is None else shared.keys[index.to(query.device)]
         q, k, v = (
             part[0].index_select(1, inputs.flatten()).unflatten(1, inputs.shape).transpose(0, 1)
             for part in (query, key, value)
         )
         mixed.append(_attend_rows(q, k, v, scale, window).transpose(1, 2).flatten(0, 1))
-    places = places.to(query.device) if shared is None else places.to(query.device)[shared.positions]
+    places = places.to(query.device) if shared is None else places.to(query.device)[shared.outputs]
     return torch.cat(mixed).index_select(0, places)[None]
 
 
 @lru_cache(maxsize=256)
-def _groups(lengths: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
-    """Return, for sequences of similar length, the index of each token; and the place of each token in all indices.
+def _groups(sizes: tuple[tuple[int, int], ...]) -> tuple[list[Tensor], Tensor]:
+    """Return, for sequences of similar length, the index of each token; and the place of each query in all indices.
 
-    The last token of a sequence is repeated up to the length of the longest one of its group.
+    The last token of a sequence is repeated up to the length of the longest one of its group. Keys of shared prompts
+    are queries again, so that every block begins where it begins without sharing.
     """
+    lengths = [keys for _, keys in sizes]
     starts, groups = [0, *torch.tensor(lengths).cumsum(0).tolist()], list[Tensor]()
     places, filled = torch.empty(starts[-1], dtype=torch.int64), 0
     widths = [-(-length // KEYS) * KEYS for length in lengths]
@@ -330,7 +332,8 @@ def _groups(lengths: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
         places[index[real]] = filled + real.flatten().nonzero()[:, 0]
         groups.append(index)
         filled += index.numel()
-    return groups, places
+    asked = [torch.arange(end - queries, end) for (queries, _), end in zip(sizes, starts[1:], strict=True)]
+    return groups, places[torch.cat(asked)]
 
 
 def _attend_rows(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None) -> Tensor:

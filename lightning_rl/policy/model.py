@@ -533,7 +533,7 @@ def _reads_neighbors(model: PreTrainedModel, split: PolicyModel | None) -> bool:
     layout = _layout(*random_rows(model), groups=(0, 1, 2, 3), packed=True, device=model.device)
     with embedding_leaves(model) as leaves:
         logprobs = _logprobs(model, layout, split)
-        sequence = torch.repeat_interleave(torch.tensor(layout.lengths)).to(model.device)
+        sequence = torch.repeat_interleave(torch.tensor([keys for _, keys in layout.lengths])).to(model.device)
         return any(
             bool(token_gradients(logprobs[layout.rows == row], leaves)[0, sequence != row].any())
             for row in range(len(layout.lengths))

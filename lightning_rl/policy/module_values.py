@@ -174,7 +174,9 @@ def _by_token(tensor: Tensor, shape: tuple[int, ...]) -> Float[Tensor, "N F"] | 
 def positions_of(layout: Layout) -> list[TokenPosition]:
     """Return the positions of a layout's inputs; those of shared prompts are not supported."""
     if layout.lengths:
-        return [TokenPosition(row, position) for row, length in enumerate(layout.lengths) for position in range(length)]
+        return [
+            TokenPosition(row, position) for row, (_, length) in enumerate(layout.lengths) for position in range(length)
+        ]
     rows, width = layout.input_ids.shape
     return [TokenPosition(row, position) for row in range(rows) for position in range(width)]
 

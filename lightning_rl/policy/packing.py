@@ -29,7 +29,7 @@ from lightning_rl.rollout import EXPERT_LOAD, SAMPLING_MASK, TOP_IDS, TOP_LOGPRO
 from lightning_rl.utils.device import to_device
 
 PACKED_ATTENTION = "lightning_rl_packed"
-WORTH = 0.1  # minimum share of inputs saved; copying inputs for attention costs as much as 0.06
+WORTH = 0.02  # minimum share of the inputs of a sequence; copying keys and values for attention costs as much
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,9 @@ class Layout:
     targets: Int[Tensor, " A"]
     rows: Int[Tensor, " A"]
     columns: Int[Tensor, " A"]
-    lengths: tuple[int, ...]  # of packed sequences; empty if padded
-    cu_seqlens: Int[Tensor, " b1"]  # cumulative lengths, int32
+    lengths: tuple[tuple[int, int], ...]  # queries and keys of packed sequences; empty if padded
+    cu_queries: Int[Tensor, " b1"]  # cumulative numbers, int32
+    cu_keys: Int[Tensor, " b1"]
     shape: tuple[int, int]  # [b, T] of the rows
     shared: Shared | None = None  # None if sequences share no inputs
     sampling_mask: UInt8[Tensor, "A V8"] | None = None  # bits of the tokens that passed the filters
@@ -58,8 +59,8 @@ class Layout:
 
     @property
     def longest(self) -> int:
-        """Number of inputs of the longest sequence."""
-        return max(self.lengths) if self.lengths else self.input_ids.shape[1]
+        """Number of tokens of the longest sequence that the model reads."""
+        return max(keys for _, keys in self.lengths) if self.lengths else self.input_ids.shape[1]
 
     def to(self, device: torch.device | str) -> "Layout":
         """Move every tensor to ``device``."""
@@ -96,19 +97,25 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
     inputs, source = tokens.masked_select(is_input), (is_input.cumsum(0) - 1).index_select(0, drawn - 1)
     lengths = (sequences.lengths - 1).clamp(min=1)
     line = torch.arange(len(lengths), device=inputs.device).repeat_interleave(lengths, output_size=len(inputs))
-    starts, shared = lengths.cumsum(0) - lengths, None
+    starts, shared, queries = lengths.cumsum(0) - lengths, None, lengths
     position = torch.arange(len(inputs), device=inputs.device) - starts.index_select(0, line)
     if packed and bool((common := common_prompts(rows, sequences)).tokens.any()):
         own = position >= common.tokens[line]
         number = own.cumsum(0) - 1  # input index of each token
         number = torch.where(own, number, number[torch.where(own, 0, starts[common.lender[line]] + position)])
-        order = lengths[line].argsort(descending=True, stable=True)  # attention groups equal lengths
-        shared, lengths = Shared(number[order], order.argsort()[own]), lengths.sort(descending=True).values
+        queries = lengths - common.tokens
+        order = (queries * (len(inputs) + 1) + lengths).argsort(descending=True, stable=True)  # equal lengths together
+        by_sequence = order.argsort()[line].argsort(stable=True)
+        order = order[: int(queries.count_nonzero())]  # the only token of a response is no query
+        keys = by_sequence[: int(lengths[order].sum())]
+        asked = number[keys[own[keys]]]
+        shared = Shared(number[keys], asked, asked.argsort())
+        lengths, queries = lengths[order], queries[order]
         inputs, position, source = inputs[own], position[own], number[source]
-    sizes = tuple(lengths.tolist())
-    packed = shared is not None or (packed and min(sizes) < max(sizes))  # equal lengths need no packing
+    sizes = tuple(zip(queries.tolist(), lengths.tolist(), strict=True))
+    packed = shared is not None or (packed and len(set(sizes)) > 1)  # equal lengths need no packing
     if not packed:
-        shape = len(sizes), max(sizes)
+        shape = len(sizes), max(keys for _, keys in sizes)
         place = position + line * shape[1]
         padded = inputs.new_zeros(shape[0] * shape[1]).index_copy(0, place, inputs)  # put_ is not deterministic
         inputs, source = padded.view(shape), place.index_select(0, source)
@@ -121,7 +128,8 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
         rows=row,
         columns=column,
         lengths=sizes if packed else (),
-        cu_seqlens=functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
+        cu_queries=functional.pad(queries.cumsum(0), (1, 0)).to(torch.int32),
+        cu_keys=functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
         shape=(len(rows), rows.width),
         shared=shared,
         expert_load=rows.extras.get(EXPERT_LOAD),
@@ -149,7 +157,7 @@ class CommonPrompts(NamedTuple):
 
     Attributes:
         lender: Sequence that has it, often itself.
-        tokens: Number of its shared tokens; 0 for a lender, and for all if sharing saves too little.
+        tokens: Number of its shared tokens; 0 for a lender, and for sequences that are not worth sharing.
     """
 
     lender: Int[Tensor, " s"]
@@ -159,19 +167,26 @@ class CommonPrompts(NamedTuple):
 def common_prompts(rows: Rollout, sequences: "Sequences") -> CommonPrompts:
     """Return the prompts that the first row of a group shares with others, including their extras."""
     number, inputs = torch.arange(len(sequences.row), device=sequences.row.device), (sequences.lengths - 1).clamp(min=1)
-    if rows.prompt_lengths.sum() < WORTH * inputs.sum():  # all prompts together are too few tokens
-        return CommonPrompts(number, torch.zeros_like(number))
+    begins = (sequences.begin == 0).nonzero()[:, 0]
+    lender = number.index_put((begins,), begins[first_with_prompt(rows)])
+    tokens = torch.minimum(torch.minimum(inputs, inputs[lender]), rows.prompt_lengths[sequences.row])
+    return CommonPrompts(lender, tokens * ((lender != number) & worth_sharing(tokens, inputs)))
+
+
+def worth_sharing(prompts: Int[Tensor, " s"], inputs: Int[Tensor, " s"]) -> Bool[Tensor, " s"]:
+    """Return True where a sequence is better read with the prompt of another one, by the numbers of its inputs."""
+    return prompts >= WORTH * inputs
+
+
+def first_with_prompt(rows: Rollout) -> Int[Tensor, " b"]:
+    """Return for each row the first one of its group, if that has the same prompt and extras; otherwise itself."""
     first = (rows.groups[:, None] == rows.groups).to(torch.uint8).argmax(1)
     outside = torch.arange(rows.prompt_ids.shape[1], device=first.device) >= rows.prompt_lengths[:, None]
     alike = rows.prompt_lengths == rows.prompt_lengths[first]
     for tensor in (rows.prompt_ids, *rows.prompt_extras.values()):
         same = tensor == tensor.index_select(0, first)
         alike &= (same.flatten(2).all(-1) if same.dim() > 2 else same).logical_or_(outside).all(-1)
-    begins = (sequences.begin == 0).nonzero()[:, 0]
-    lender = number.index_put((begins,), torch.where(alike, begins[first], begins))
-    tokens = torch.minimum(torch.minimum(inputs, inputs[lender]), rows.prompt_lengths[sequences.row])
-    saved = torch.where(lender == number, 0, tokens)
-    return CommonPrompts(lender, saved * (saved.sum() >= WORTH * inputs.sum()))
+    return torch.where(alike, first, torch.arange(len(rows), device=first.device))
 
 
 class Sequences(NamedTuple):
@@ -246,7 +261,7 @@ def packed_attention(
         {"attention_mask": torch.ones_like(layout.input_ids, dtype=torch.bool)} if masked else {}
     )
     if layout.lengths:
-        sequences = PackedSequences(layout.lengths, layout.cu_seqlens, attention, layout.shared)
+        sequences = PackedSequences(layout.lengths, layout.cu_queries, layout.cu_keys, attention, layout.shared)
         arguments["packed_sequences"] = sequences
     try:
         yield arguments

@@ -1,5 +1,6 @@
 """Plan of the rows that train together, made once per rollout and used by every pass over it."""
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -7,7 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lightning_rl.policy.packing import Layout, pack, sequences_of
+from lightning_rl.policy.packing import Layout, Sequences, first_with_prompt, pack, sequences_of, worth_sharing
 from lightning_rl.rollout import Rollout
 from lightning_rl.utils.device import to_device
 
@@ -67,16 +68,16 @@ def make_plan(
     packed: bool = True,
     max_over_ranks: Callable[[Sequence[int]], list[int]] = list,
 ) -> Plan:
-    """Split the trained rows into minibatches of whole groups, and these into microbatches of similar lengths.
+    """Split the trained rows into minibatches of whole groups, and these into as few microbatches as possible.
 
     Args:
         rollout: Rollout on the CPU; rows outside ``trained`` are left out.
         minibatches: Optimizer steps per epoch.
-        max_tokens_per_microbatch: Maximum tokens of a microbatch, padding included; a longer row gets its own.
+        max_tokens_per_microbatch: Maximum tokens of a microbatch, padding included, a shared prompt once; a longer
+            row gets its own.
         packed: False for padding on the right.
         max_over_ranks: Function for the element-wise maximum over ranks, so that all have equally many microbatches.
     """
-    sizes = _sizes(rollout, packed=packed)
     groups = list(dict.fromkeys(rollout.groups[rollout.trained].tolist()))
     share, rest = divmod(len(groups), minibatches)
     plan: RowLists = []
@@ -84,7 +85,7 @@ def make_plan(
         first = number * share + min(number, rest)
         chosen = torch.tensor(groups[first : first + share + (number < rest)], dtype=torch.int64)
         rows = (rollout.trained & torch.isin(rollout.groups, chosen)).nonzero()[:, 0]
-        plan.append(_microbatch_rows(sizes, rows, max_tokens_per_microbatch, packed=packed))
+        plan.append(_microbatch_rows(rollout, rows, max_tokens_per_microbatch, packed=packed))
     return _fill(rollout, plan, packed=packed, max_over_ranks=max_over_ranks)
 
 
@@ -97,11 +98,10 @@ def divide_plan(
     max_over_ranks: Callable[[Sequence[int]], list[int]] = list,
 ) -> Plan:
     """Split the minibatches of a plan by another token budget; arguments as for :func:`make_plan`."""
-    sizes = _sizes(rollout, packed=packed)
     divided: RowLists = []
     for minibatch in plan:
         rows = torch.tensor(sorted(row for microbatch in minibatch for row in microbatch), dtype=torch.int64)
-        divided.append(_microbatch_rows(sizes, rows, max_tokens_per_microbatch, packed=packed))
+        divided.append(_microbatch_rows(rollout, rows, max_tokens_per_microbatch, packed=packed))
     return _fill(rollout, divided, packed=packed, max_over_ranks=max_over_ranks)
 
 
@@ -126,32 +126,64 @@ def plan_of_rows(rollout: Rollout, plan: RowLists, *, packed: bool = True) -> Pl
     return Plan(tuple(tuple(map(microbatch, minibatch)) for minibatch in plan))
 
 
-def _sizes(rollout: Rollout, *, packed: bool) -> Int[Tensor, "4 B"]:
-    """Return each row's rank in the order, number of tokens, length of its longest sequence, and number of sequences.
-
-    The order is by descending length; packed, the rows of a group, which share their prompt, are adjacent.
-    """
-    lengths, sequences = rollout.prompt_lengths + rollout.response_lengths, sequences_of(rollout)
-    longest = lengths.scatter_reduce(0, sequences.row, sequences.lengths, "amax", include_self=False)
-    order = lengths.argsort(descending=True, stable=True)
+def _microbatch_rows(rollout: Rollout, rows: Int[Tensor, " b"], budget: int, *, packed: bool) -> list[list[int]]:
+    """Split rows into microbatches: packed by best fit, padded in the order of their lengths."""
+    if not len(rows):
+        return []
+    selected, microbatches = rollout.select(rows), list[list[int]]()
+    lengths, sequences = selected.prompt_lengths + selected.response_lengths, sequences_of(selected)
     if packed:
-        group = rollout.groups.unique(return_inverse=True)[1]
-        tallest = lengths.scatter_reduce(0, group, lengths, "amax", include_self=False)[group]
-        for key in (group, -tallest):
-            order = order[key[order].argsort(stable=True)]
-    return torch.stack([order.argsort(), lengths, longest, sequences.row.bincount(minlength=len(rollout))])
+        microbatches = _pack_groups(selected, lengths, sequences, budget)
+    else:
+        longest = lengths.scatter_reduce(0, sequences.row, sequences.lengths, "amax", include_self=False).tolist()
+        numbers, widest, filled = sequences.row.bincount().tolist(), 0, 0
+        for row in lengths.argsort(descending=True, stable=True).tolist():
+            widest, filled = max(widest, longest[row]), filled + numbers[row]
+            if not microbatches or widest * filled > budget:
+                microbatches.append([])
+                widest, filled = longest[row], numbers[row]
+            microbatches[-1].append(row)
+    return [rows[microbatch].tolist() for microbatch in microbatches]
 
 
-def _microbatch_rows(sizes: Int[Tensor, "4 B"], rows: Tensor, budget: int, *, packed: bool) -> list[list[int]]:
-    rows = rows[sizes[0, rows].argsort()]
-    microbatches: list[list[int]] = []
-    max_length, total, number = 0, 0, 0
-    for row, (length, longest, parts) in zip(rows.tolist(), sizes[1:, rows].T.tolist(), strict=True):
-        filled = total + length if packed else max(max_length, longest) * (number + parts)
-        if not microbatches or filled > budget:
-            microbatches.append([])
-            max_length, total, number = 0, 0, 0
-        microbatches[-1].append(row)
-        max_length, total = max(max_length, longest), total + length
-        number += parts
-    return microbatches
+def _pack_groups(rows: Rollout, lengths: Int[Tensor, " b"], sequences: Sequences, budget: int) -> list[list[int]]:
+    """Keep rows together that share their prompt, split those above the budget, and fill microbatches."""
+    inputs = (sequences.lengths[sequences.begin == 0] - 1).clamp(min=1)
+    common = torch.minimum(rows.prompt_lengths, inputs)
+    columns = first_with_prompt(rows), lengths, common, worth_sharing(common, inputs)
+    first, tokens, prompts, shares = (tensor.tolist() for tensor in columns)
+    order = lengths.argsort(descending=True, stable=True)
+    groups: dict[int, list[int]] = {}
+    for row in order.tolist():
+        groups.setdefault(first[row], []).append(row)
+    parts: list[list[int]] = []
+    costs: list[int] = []
+    for group in groups.values():
+        alone = [row for row in group if not shares[row]]
+        together = [*alone[-1:], *(row for row in group if shares[row])] if len(alone) < len(group) else []
+        prompt = max((prompts[row] for row in together), default=0)
+        own = [tokens[row] - prompts[row] for row in together]
+        split = _best_fit(own, budget - prompt)
+        parts += [[together[number] for number in part] for part in split]
+        costs += [prompt + sum(own[number] for number in part) for part in split]
+        rest = alone[:-1] if together else alone
+        parts += [[row] for row in rest]
+        costs += [tokens[row] for row in rest]
+    rank = order.argsort().tolist()
+    bins = ([row for number in numbers for row in parts[number]] for numbers in _best_fit(costs, budget))
+    return [sorted(members, key=rank.__getitem__) for members in bins]
+
+
+def _best_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
+    """Return indices of sizes in bins of a budget: the largest first, each in the bin with the least room for it."""
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # of each bin, ascending
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        place = bisect_left(rooms, (sizes[index],))
+        if place == len(rooms):
+            bins.append([])
+            rooms.append((budget, len(bins) - 1))
+        room, number = rooms.pop(place)
+        bins[number].append(index)
+        insort(rooms, (room - sizes[index], number))
+    return bins

@@ -14,7 +14,8 @@ from torch.nn.attention import varlen
 from lightning_rl.policy import PolicyModel, attention, pack
 from lightning_rl.policy.attention import AUTO, KERNELS, Hardware, PackedSequences, attend, choose_attention
 
-LENGTHS = (1, 5, 5, 2, 7)
+LENGTHS = ((1, 1), (5, 5), (5, 5), (2, 5), (2, 5), (3, 7))  # queries and keys
+QUERIES, KEYS = (sum(numbers) for numbers in zip(*LENGTHS, strict=True))
 NAMES = tuple(KERNELS)
 TOLD = list[bool]()  # whether FlashAttention's packages were asked for a deterministic backward
 exactly = torch.testing.assert_close
@@ -44,15 +45,16 @@ def in_sequences(
     scale: float | None, before: int,
 ) -> Tensor:  # fmt: skip
     """Softmax of scores, sequence by sequence."""
-    assert cu_q.dtype == torch.int32 and torch.equal(cu_q, cu_k) and longest_q == longest_k == int(cu_q.diff().max())
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    assert (longest_q, longest_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
     k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1) for tensor in (k, v))
     mixed = []
-    for start, end in itertools.pairwise(cu_q.tolist()):
-        scores = torch.einsum("qhd,khd->hqk", q[start:end], k[start:end])
+    for (start, end), (first, last) in zip(*(itertools.pairwise(ends.tolist()) for ends in (cu_q, cu_k)), strict=True):
+        scores = torch.einsum("qhd,khd->hqk", q[start:end], k[first:last])
         scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
-        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        distance = torch.arange(last - first)[last - first - (end - start) :, None] - torch.arange(last - first)
         seen = (distance >= 0) & ((distance <= before) | (before < 0))
-        mixed.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v[start:end]))
+        mixed.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v[first:last]))
     return torch.cat(mixed)
 
 
@@ -68,15 +70,15 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "choose_attention", lambda name, *_: name)
 
 
-def sequences_for(name: str, lengths: tuple[int, ...] = LENGTHS) -> PackedSequences:
-    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    return PackedSequences(lengths, ends, name)
+def sequences_for(name: str) -> PackedSequences:
+    ends = (torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32) for sizes in zip(*LENGTHS, strict=True))
+    return PackedSequences(LENGTHS, *ends, name)
 
 
-def drawn(heads: int, shared: int, number: int = sum(LENGTHS)) -> list[Tensor]:
+def drawn(heads: int, shared: int) -> list[Tensor]:
     """Queries, keys and values of some tokens."""
     generator = torch.Generator().manual_seed(heads + shared)
-    shapes = [(1, size, number, 8) for size in (heads, shared, shared)]
+    shapes = [(1, size, number, 8) for size, number in ((heads, QUERIES), (shared, KEYS), (shared, KEYS))]
     return [torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in shapes]
 
 
@@ -84,16 +86,16 @@ def one_after_the_other(tensors: list[Tensor], scaling: float | None, window: in
     """Each sequence by itself, through a mask."""
     query, key, value = tensors
     key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
-    mixed, start = [], 0
-    for length in LENGTHS:
+    mixed, first, start = [], 0, 0
+    for asked, length in LENGTHS:
         inside = slice(start, start + length)
-        scores = query[:, :, inside] @ key[:, :, inside].transpose(2, 3)
+        scores = query[:, :, first : first + asked] @ key[:, :, inside].transpose(2, 3)
         scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)
         place = torch.arange(length)
-        behind = place[:, None] - place
+        behind = place[length - asked :, None] - place
         mask = (behind >= 0) & (behind < (length if window is None else window))
         mixed.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value[:, :, inside])
-        start += length
+        first, start = first + asked, start + length
     return torch.cat(mixed, 2).transpose(1, 2)
 
 
@@ -119,10 +121,15 @@ def test_values_and_gradients_are_those_of_each_sequence_alone(
 def test_no_token_sees_another_sequence_or_the_future(name: str) -> None:
     query, key, value = drawn(2, 2)
     mixed = attend(query, key, value, sequences_for(name))
-    begin = [start for start, length in zip([0, 1, 6, 11, 13], LENGTHS, strict=True) for _ in range(length)]
-    for token, start in enumerate(begin):
+    starts = itertools.accumulate((keys for _, keys in LENGTHS[:-1]), initial=0)
+    seen = [
+        (start, start + keys - asked + number)
+        for start, (asked, keys) in zip(starts, LENGTHS, strict=True)
+        for number in range(asked)
+    ]
+    for token, (start, end) in enumerate(seen):
         keys, values = torch.autograd.grad(mixed[0, token].sum(), (key, value), retain_graph=True)
-        expected = [start <= place <= token for place in range(sum(LENGTHS))]
+        expected = [start <= place <= end for place in range(KEYS)]
         assert (values[0].abs().sum((0, 2)) > 0).tolist() == expected
         assert not keys[0].abs().sum((0, 2))[~torch.tensor(expected)].any()
 
@@ -151,10 +158,12 @@ def test_a_policy_scores_the_same_through_every_kernel(name: str, family: str) -
 
 
 def test_the_arguments_of_varlen_attn_are_those_of_torch() -> None:
-    query, key, value = (torch.empty(1, heads, 20, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
-    sequences = PackedSequences(LENGTHS, torch.empty(6, dtype=torch.int32, device="meta"))
+    sizes = (4, QUERIES), (2, KEYS), (2, KEYS)
+    query, key, value = (torch.empty(1, *size, 64, dtype=torch.bfloat16, device="meta") for size in sizes)
+    ends = torch.empty(len(LENGTHS) + 1, dtype=torch.int32, device="meta")
+    sequences = PackedSequences(LENGTHS, ends, ends)
     for window in (None, 3):
-        assert KERNELS["varlen_attn"].attend(query, key, value, sequences, 0.5, window).shape == (1, 20, 4, 64)
+        assert KERNELS["varlen_attn"].attend(query, key, value, sequences, 0.5, window).shape == (1, QUERIES, 4, 64)
 
 
 def gpu(major: int, *packages: str) -> Hardware:

@@ -199,22 +199,25 @@ def test_every_prediction_reads_its_own_context_and_nothing_else(
     rollout = Rollout.of_samples(prompts, responses, groups=groups, actions=actions)
     turns_of_tokens = pad_rows([torch.tensor(row) for row in numbers], torch.int64)[0]
     layout = pack(rollout.replace(token_extras={TURNS: turns_of_tokens}), packed=packed)
-    ids, positions, where = layout.input_ids.flatten(), layout.position_ids.flatten(), layout.source
+    ids, positions = layout.input_ids.flatten(), layout.position_ids.flatten()
+    contexts = [ids[place - int(position) : place + 1] for place, position in enumerate(positions)]
     if layout.shared is not None:
-        ids, positions, where = (
-            ids[layout.shared.inputs], positions[layout.shared.inputs], layout.shared.positions[where]
-        )  # fmt: skip
-        assert len(layout.input_ids[0]) == len(layout.shared.positions) < len(ids) == sum(layout.lengths)
-    found = {
-        int(target): ids[int(place) - int(positions[place]) : int(place) + 1].tolist()
-        for target, place in zip(layout.targets, where, strict=True)
-    }
+        keys, starts = ids[layout.shared.keys], accumulate((number for _, number in layout.lengths), initial=0)
+        reads = [
+            keys[start : start + number - asked + query + 1]
+            for (asked, number), start in zip(layout.lengths, starts, strict=False)
+            for query in range(asked)
+        ]
+        contexts = [reads[query] for query in layout.shared.outputs]
+        assert torch.equal(layout.shared.queries[layout.shared.outputs], torch.arange(len(ids)))
+        assert len(ids) == len(reads) <= len(keys)
+    found = {int(target): contexts[place].tolist() for target, place in zip(layout.targets, layout.source, strict=True)}
     assert found == read
 
 
 def test_a_sequence_of_a_row_begins_at_position_0_and_ends_before_its_last_token() -> None:
     layout = pack(with_contexts())
-    assert layout.lengths == (3, 3, 2, 2, 2, 4)
+    assert [keys for _, keys in layout.lengths] == [3, 3, 2, 2, 2, 4]
     assert layout.input_ids.tolist() == [[2, 3, 7, 9, 2, 3, 4, 11, 4, 13, 5, 6, 5, 6, 3, 7]]
     assert layout.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 0, 1, 0, 1, 0, 1, 0, 1, 2, 3]]
     assert layout.source.tolist() == [1, 2, 5, 6, 7, 8, 9, 11, 15]
@@ -228,9 +231,15 @@ def test_a_prompt_is_among_the_inputs_once_for_its_group() -> None:
     assert layout.input_ids.tolist() == [[2, 3, 7, 9, 10, 4, 5, 2, 3]], "another group has its own"
     assert layout.position_ids.tolist() == [[0, 1, 2, 2, 3, 0, 1, 0, 1]]
     assert layout.source.tolist() == [1, 2, 1, 3, 4, 5, 6, 8], "its last token predicts for both samples"
-    assert layout.shared is not None and layout.lengths == (4, 3, 2, 2), "attention reads whole sequences"
-    assert layout.shared.inputs.tolist() == [0, 1, 3, 4, 0, 1, 2, 5, 6, 7, 8]
-    assert layout.shared.positions.tolist() == [4, 5, 6, 2, 3, 7, 8, 9, 10]
+    assert layout.shared is not None
+    assert layout.lengths == ((3, 3), (2, 4), (2, 2), (2, 2)), "queries of its own tokens, keys of whole sequences"
+    assert layout.shared.keys.tolist() == [0, 1, 2, 0, 1, 3, 4, 5, 6, 7, 8]
+    assert layout.shared.queries.tolist() == layout.shared.outputs.tolist() == list(range(9))
+
+
+def test_a_response_of_one_token_asks_nothing_of_its_own() -> None:
+    layout = pack(Rollout.of_samples([[2, 3]] * 3, [[7], [8, 9], [10]], groups=[0] * 3))
+    assert layout.input_ids.tolist() == [[2, 3, 8]] and layout.lengths == ((2, 2), (1, 3))
 
 
 def test_a_prompt_that_is_a_small_part_of_its_sequences_is_not_shared() -> None:
@@ -281,11 +290,11 @@ def test_packed_inputs_hold_no_padding_and_leave_out_the_last_token() -> None:
     rows = rows.replace(groups=torch.arange(len(rows)))
     layout = pack(rows, packed=True)
     lengths = (rows.prompt_lengths + rows.response_lengths - 1).clamp(min=1)
-    assert layout.lengths == tuple(lengths.tolist())
-    assert layout.input_ids.shape == layout.position_ids.shape == (1, sum(layout.lengths))
-    positions = [place for length in layout.lengths for place in range(length)]
+    assert layout.lengths == tuple((length, length) for length in lengths.tolist())
+    assert layout.input_ids.shape == layout.position_ids.shape == (1, lengths.sum())
+    positions = [place for length in lengths.tolist() for place in range(length)]
     assert layout.position_ids.tolist() == [positions], "each sequence begins at 0, for models with absolute positions"
-    assert layout.cu_seqlens.tolist() == [0, *lengths.cumsum(0).tolist()]
+    assert layout.cu_keys.tolist() == layout.cu_queries.tolist() == [0, *lengths.cumsum(0).tolist()]
     assert len(layout.targets) == int(rows.valid_tokens.sum())
 
 
@@ -364,5 +373,5 @@ def drop_arguments(policy: PolicyModel, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_layout_moves_every_tensor() -> None:
     layout: Layout = pack(rows_of_groups()).to("meta")
     assert layout.shared is not None
-    tensors = (layout.input_ids, layout.source, layout.rows, layout.cu_seqlens, *layout.shared)
+    tensors = (layout.input_ids, layout.source, layout.rows, layout.cu_queries, layout.cu_keys, *layout.shared)
     assert {tensor.device.type for tensor in tensors} == {"meta"}

@@ -27,10 +27,9 @@ def exclude_rows(rollout: Rollout, rows: Sequence[int]) -> Rollout:
     return rollout.replace(trained=trained, valid_tokens=rollout.action_mask & trained[:, None])
 
 
-def tokens_of(rollout: Rollout, microbatch: Microbatch, *, packed: bool) -> int:
-    """Return the tokens that the budget counts: prompt and response, times the rows when padded."""
-    lengths = (rollout.prompt_lengths + rollout.response_lengths)[microbatch.index]
-    return int(lengths.sum() if packed else lengths.max() * len(lengths))
+def inputs_of(microbatch: Microbatch) -> int:
+    """Return the number of inputs that the model computes, padding included."""
+    return microbatch.layout.input_ids.numel()
 
 
 def check(rollout: Rollout, plan: Plan, *, minibatches: int, budget: int, packed: bool) -> None:
@@ -40,8 +39,7 @@ def check(rollout: Rollout, plan: Plan, *, minibatches: int, budget: int, packed
     for number, minibatch in enumerate(plan.minibatches):
         for microbatch in minibatch:
             if len(microbatch.index):
-                within = tokens_of(rollout, microbatch, packed=packed) <= budget
-                assert within or len(microbatch.index) == 1
+                assert inputs_of(microbatch) <= budget or len(microbatch.index) == 1
             for group in rollout.groups[microbatch.index].tolist():
                 assert owner.setdefault(group, number) == number, f"group {group} is split"
 
@@ -84,22 +82,45 @@ def test_holds_for_any_lengths(
     check(rollout, plan, minibatches=minibatches, budget=budget, packed=packed)
 
 
-@forms
-def test_microbatches_are_filled_and_hold_rows_of_similar_length(packed: bool) -> None:
+def test_padded_microbatches_are_filled_in_the_order_of_lengths() -> None:
     rollout = ragged_rollout(24)
-    plan = make_plan(rollout, minibatches=1, max_tokens_per_microbatch=20, packed=packed)
-    lengths = rollout.prompt_lengths + rollout.response_lengths
-    ordered = [rollout.groups[rows_of(plan)].tolist(), lengths[rows_of(plan)].tolist()]
-    if packed:
-        tallest = {group: int(lengths[rollout.groups == group].max()) for group in ordered[0]}
-        keys = [(-tallest[group], group, -length) for group, length in zip(*ordered, strict=True)]
-        assert keys == sorted(keys), "rows of a group follow each other, since they share their prompt"
-    else:
-        assert ordered[1] == sorted(ordered[1], reverse=True)
-    parts = plan.microbatches()
-    for microbatch, following in pairwise(parts):
-        widened = Microbatch(torch.cat([microbatch.index, following.index[:1]]), microbatch.layout)
-        assert tokens_of(rollout, widened, packed=packed) > 20, "the next row would have fitted"
+    plan = make_plan(rollout, minibatches=1, max_tokens_per_microbatch=20, packed=False)
+    lengths = (rollout.prompt_lengths + rollout.response_lengths)[rows_of(plan)].tolist()
+    assert lengths == sorted(lengths, reverse=True)
+    for microbatch, following in pairwise(plan.microbatches()):
+        index = torch.cat([microbatch.index, following.index[:1]])
+        together = (rollout.prompt_lengths + rollout.response_lengths)[index]
+        assert together.max() * len(index) > 20, "the next row would have fitted"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "budget", "bound"),
+    [
+        (1000, 32, 4096, 1.0),
+        (1000, 200, 4096, 1.0),
+        (2000, 200, 4096, 1.0),
+        (3000, 500, 4096, 2.3),
+        (3000, 500, 16384, 1.0),
+    ],
+)
+def test_the_budget_counts_a_shared_prompt_once(prompt: int, response: int, budget: int, bound: float) -> None:
+    groups = [row // 8 for row in range(64)]
+    rollout = Rollout.of_samples([[2] * prompt] * 64, [[3] * response] * 64, groups=groups)
+    plan = make_plan(rollout, minibatches=1, max_tokens_per_microbatch=budget)
+    assert sum(map(inputs_of, plan.microbatches())) <= bound * 8 * (prompt + 8 * (response - 1))
+
+
+def test_a_group_above_the_budget_is_split_into_as_few_parts_as_possible() -> None:
+    rollout = Rollout.of_samples([[2] * 10] * 4, [[3] * number for number in (10, 10, 5, 5)], groups=[0] * 4)
+    plan = make_plan(rollout, minibatches=1, max_tokens_per_microbatch=25)
+    assert plan.rows() == [[[0, 2], [1, 3]]], "the prompt once and 15 tokens of responses in each"
+
+
+def test_whole_groups_fill_the_room_that_others_leave() -> None:
+    responses = [[3] * number for number in (8, 8, 3, 3)]
+    rollout = Rollout.of_samples([[2, 2]] * 4, responses, groups=range(4))
+    plan = make_plan(rollout, minibatches=1, max_tokens_per_microbatch=15)
+    assert plan.rows() == [[[0, 2], [1, 3]]]
 
 
 def test_groups_are_shared_out_evenly() -> None:
@@ -179,7 +200,7 @@ def test_a_saved_plan_comes_back_the_same(packed: bool) -> None:
     assert again.rows() == plan.rows()
     for mine, theirs in zip(again.microbatches(), plan.microbatches(), strict=True):
         assert mine.layout.lengths == theirs.layout.lengths and mine.layout.shape == theirs.layout.shape
-        for name in ("input_ids", "position_ids", "source", "targets", "rows", "columns", "cu_seqlens"):
+        for name in ("input_ids", "position_ids", "source", "targets", "rows", "columns", "cu_queries", "cu_keys"):
             assert torch.equal(getattr(mine.layout, name), getattr(theirs.layout, name)), name
 
 
