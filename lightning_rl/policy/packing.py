@@ -6,7 +6,7 @@ registered here (:mod:`lightning_rl.policy.attention`) runs on each sequence sep
 The last token of a sequence predicts nothing and is left out.
 
 Samples of a group have the same prompt, whose hidden states are equal by causality. Packed, it is in the inputs once,
-and only attention reads it with each sample, unless that saves too little.
+and attention reads its keys and values with each sample, unless the prompt is too small a part of the sample.
 """
 
 from collections.abc import Iterator

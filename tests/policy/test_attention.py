@@ -71,8 +71,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sequences_for(name: str) -> PackedSequences:
-    ends = (torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32) for sizes in zip(*LENGTHS, strict=True))
-    return PackedSequences(LENGTHS, *ends, name)
+    queries, keys = (
+        torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32) for sizes in zip(*LENGTHS, strict=True)
+    )
+    return PackedSequences(LENGTHS, queries, keys, name)
 
 
 def drawn(heads: int, shared: int) -> list[Tensor]:

@@ -243,7 +243,7 @@ def test_a_response_of_one_token_asks_nothing_of_its_own() -> None:
 
 
 def test_a_prompt_that_is_a_small_part_of_its_sequences_is_not_shared() -> None:
-    for length, shared in ((7, True), (12, False)):  # 2 tokens of 16 and of 26
+    for length, shared in ((12, True), (120, False)):  # 2 tokens of 13 and of 121
         responses = [[7] * length, [8] * length]
         assert (pack(Rollout.of_samples([[2, 3]] * 2, responses, groups=[0, 0])).shared is not None) == shared
 

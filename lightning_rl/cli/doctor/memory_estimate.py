@@ -77,10 +77,8 @@ class Tokens:
             return cls(longest, max(longest, min(budget, rows * longest)))
         lengths = samples.prompt_lengths + samples.response_lengths
         laid_out = pack(samples, packed=module.models.options.packing).input_ids.numel()  # a prompt once per group
-        shared = min(1.0, laid_out / int(lengths.sum()))
-        whole, full = laid_out * rows / len(samples), budget * shared
-        longest = int(lengths.max())
-        return cls(longest, max(longest, round(min(whole, full))))
+        whole, longest = laid_out * rows / len(samples), int(lengths.max())
+        return cls(longest, max(longest, round(min(whole, budget))))
 
 
 def memory_plan(module: RLLightningModule, max_prompt_length: int, samples: Rollout | None = None) -> MemoryPlan:
