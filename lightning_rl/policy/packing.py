@@ -6,7 +6,7 @@ registered here (:mod:`lightning_rl.policy.attention`) runs on each sequence sep
 The last token of a sequence predicts nothing and is left out.
 
 Samples of a group have the same prompt, whose hidden states are equal by causality. Packed, it is in the inputs once,
-and attention reads its keys and values with each sample, unless the prompt is too small a part of the sample.
+and attention reads its keys and values with each sample.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,6 @@ from lightning_rl.rollout import EXPERT_LOAD, SAMPLING_MASK, TOP_IDS, TOP_LOGPRO
 from lightning_rl.utils.device import to_device
 
 PACKED_ATTENTION = "lightning_rl_packed"
-WORTH = 0.02  # minimum share of the inputs of a sequence; copying keys and values for attention costs as much
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +156,7 @@ class CommonPrompts(NamedTuple):
 
     Attributes:
         lender: Sequence that has it, often itself.
-        tokens: Number of its shared tokens; 0 for a lender, and for sequences that are not worth sharing.
+        tokens: Number of its shared tokens; 0 for a lender.
     """
 
     lender: Int[Tensor, " s"]
@@ -170,12 +169,7 @@ def common_prompts(rows: Rollout, sequences: "Sequences") -> CommonPrompts:
     begins = (sequences.begin == 0).nonzero()[:, 0]
     lender = number.index_put((begins,), begins[first_with_prompt(rows)])
     tokens = torch.minimum(torch.minimum(inputs, inputs[lender]), rows.prompt_lengths[sequences.row])
-    return CommonPrompts(lender, tokens * ((lender != number) & worth_sharing(tokens, inputs)))
-
-
-def worth_sharing(prompts: Int[Tensor, " s"], inputs: Int[Tensor, " s"]) -> Bool[Tensor, " s"]:
-    """Return True where a sequence is better read with the prompt of another one, by the numbers of its inputs."""
-    return prompts >= WORTH * inputs
+    return CommonPrompts(lender, torch.where(lender == number, 0, tokens))
 
 
 def first_with_prompt(rows: Rollout) -> Int[Tensor, " b"]:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lightning_rl.policy.packing import Layout, Sequences, first_with_prompt, pack, sequences_of, worth_sharing
+from lightning_rl.policy.packing import Layout, Sequences, first_with_prompt, pack, sequences_of
 from lightning_rl.rollout import Rollout
 from lightning_rl.utils.device import to_device
 
@@ -149,9 +149,8 @@ def _microbatch_rows(rollout: Rollout, rows: Int[Tensor, " b"], budget: int, *, 
 def _pack_groups(rows: Rollout, lengths: Int[Tensor, " b"], sequences: Sequences, budget: int) -> list[list[int]]:
     """Keep rows together that share their prompt, split those above the budget, and fill microbatches."""
     inputs = (sequences.lengths[sequences.begin == 0] - 1).clamp(min=1)
-    common = torch.minimum(rows.prompt_lengths, inputs)
-    columns = first_with_prompt(rows), lengths, common, worth_sharing(common, inputs)
-    first, tokens, prompts, shares = (tensor.tolist() for tensor in columns)
+    columns = first_with_prompt(rows), lengths, torch.minimum(rows.prompt_lengths, inputs)
+    first, tokens, prompts = (tensor.tolist() for tensor in columns)
     order = lengths.argsort(descending=True, stable=True)
     groups: dict[int, list[int]] = {}
     for row in order.tolist():
@@ -159,16 +158,10 @@ def _pack_groups(rows: Rollout, lengths: Int[Tensor, " b"], sequences: Sequences
     parts: list[list[int]] = []
     costs: list[int] = []
     for group in groups.values():
-        alone = [row for row in group if not shares[row]]
-        together = [*alone[-1:], *(row for row in group if shares[row])] if len(alone) < len(group) else []
-        prompt = max((prompts[row] for row in together), default=0)
-        own = [tokens[row] - prompts[row] for row in together]
-        split = _best_fit(own, budget - prompt)
-        parts += [[together[number] for number in part] for part in split]
-        costs += [prompt + sum(own[number] for number in part) for part in split]
-        rest = alone[:-1] if together else alone
-        parts += [[row] for row in rest]
-        costs += [tokens[row] for row in rest]
+        prompt, own = max(prompts[row] for row in group), [tokens[row] - prompts[row] for row in group]
+        for part in _best_fit(own, budget - prompt):
+            parts.append([group[number] for number in part])
+            costs.append(prompt + sum(own[number] for number in part))
     rank = order.argsort().tolist()
     bins = ([row for number in numbers for row in parts[number]] for numbers in _best_fit(costs, budget))
     return [sorted(members, key=rank.__getitem__) for members in bins]

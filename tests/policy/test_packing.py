@@ -242,12 +242,6 @@ def test_a_response_of_one_token_asks_nothing_of_its_own() -> None:
     assert layout.input_ids.tolist() == [[2, 3, 8]] and layout.lengths == ((2, 2), (1, 3))
 
 
-def test_a_prompt_that_is_a_small_part_of_its_sequences_is_not_shared() -> None:
-    for length, shared in ((12, True), (120, False)):  # 2 tokens of 13 and of 121
-        responses = [[7] * length, [8] * length]
-        assert (pack(Rollout.of_samples([[2, 3]] * 2, responses, groups=[0, 0])).shared is not None) == shared
-
-
 def test_a_prompt_with_other_extras_is_not_shared() -> None:
     rows = Rollout.of_samples([[2, 3]] * 3, [[7, 8], [9], [5]], groups=[0, 0, 0])
     extras = torch.tensor([[[1, 2], [3, 4]], [[1, 2], [3, 5]], [[1, 2], [3, 4]]])
