@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from lightning_rl.translation.trl_options import FURTHER, OPTIONS, RENAMED, VERSION
-from lightning_rl.translation.trl_script import Function, Script, cells_of, read_script
+from lightning_rl.translation.trl_script import Function, Line, Script, cells_of, read_script
 
 EPSILON = 1e-4  # added to standard deviations by TRL
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -27,6 +27,9 @@ OVERLONG = {"max_completion_len": 1280, "soft_punish_cache": 256}  # trl grpo's 
 KNOWN = OPTIONS | FURTHER
 NAMES = {"data", "module", "policy", "steps", "trainer"}  # of a recipe
 REMEDIES = {"dataset_name": "save its rows and pass --prompts", "model_name_or_path": "pass --model"}
+COMMAND = "write the options of a command as YAML, learning_rate: 1e-5 for --learning_rate 1e-5, or pass its script"
+TEXTS = ("output_dir", "run_name", "dataset_name", "dataset_config", "model_name_or_path", "system_prompt")
+TRUTH = dict.fromkeys(("true", "yes", "t", "y"), True) | dict.fromkeys(("false", "no", "f", "n"), False)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 FLASH = ("flash_attention_", "kernels-community/")
 OPEN_R1 = {
@@ -91,22 +94,24 @@ def from_trl(
         model: Name or folder of the policy, instead of that of the configuration.
         rewards: Dotted names of reward functions, instead of those of the configuration.
         prompts: File or data set of prompts, instead of that of the configuration.
-        ignore: Names of options to leave out.
+        ignore: Names of options and of refused statements (``line7``) to leave out; the recipe lists them.
 
     Raises:
         RefusedError: With the reason for each refused option.
         UnreadableError: If the file is not a configuration.
     """
-    script = Script({}, "", frozenset())
+    script, is_script = Script({}, "", frozenset()), path.suffix in (".py", ".ipynb")
     try:
         text = path.read_text(encoding="utf-8")
-        if path.suffix in (".py", ".ipynb"):
+        if is_script:
             script = read_script(text if path.suffix == ".py" else cells_of(text))
-        values = script.options if path.suffix in (".py", ".ipynb") else yaml.safe_load(text)
+        values = script.options if is_script else yaml.safe_load(text)
     except (OSError, ValueError, SyntaxError, RecursionError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise UnreadableError(f"expected {path} to be a script, YAML or JSON, got an error: {error}") from error
+        cure = "" if is_script else f"; {COMMAND}"
+        raise UnreadableError(f"expected {path} to be a script, YAML or JSON, got an error: {error}{cure}") from error
     if not isinstance(values, dict):
-        raise UnreadableError(f"expected {path} to hold options by name, got {type(values).__name__}")
+        raise UnreadableError(f"expected {path} to hold options by name, got {type(values).__name__}: {COMMAND}")
+    left_out = [name for name in values if name in ignore]
     values = {name: value for name, value in values.items() if name not in ignore}
     if rewards:
         values = {**values, "reward_funcs": list(rewards), "reward_model_name_or_path": None}
@@ -114,7 +119,11 @@ def from_trl(
         values = {**values, "dataset_name": prompts, "dataset_config": None}
     if model:
         values["model_name_or_path"] = model
+    left_out = [name for name in left_out if name not in values]
     writer = _Writer(values, devices, script if not rewards else Script({}, "", frozenset()))
+    for name in left_out:
+        line = script.options.get(name)
+        writer.notes[name] = f"left out by --ignore{f'; {line.text}' if isinstance(line, Line) else ''}"
     return writer.script(path.name), writer.notes
 
 
@@ -175,7 +184,7 @@ class _Writer:
         renamed = {new: values[old] for old, new in RENAMED.items() if values.get(old) is not None}
         self.notes |= {old: f"the older name of {RENAMED[old]}" for old in values if old in RENAMED}
         self.values = renamed | {name: value for name, value in values.items() if name not in RENAMED}
-        self.values = {name: _as_number(value, name) for name, value in self.values.items()}
+        self.values = {name: self.value_of(name, value) for name, value in self.values.items()}
         if script.names & NAMES:
             taken = ", ".join(sorted(script.names & NAMES))
             self.refuse(
@@ -183,15 +192,19 @@ class _Writer:
             )
         for name, value in self.values.items():
             option, near = KNOWN.get(name), get_close_matches(name, [*KNOWN, *RENAMED], n=1, cutoff=0.8)
-            if option is None:
+            if isinstance(value, Line) and value.harmless:
+                self.notes[name] = value.text
+            elif isinstance(value, Line):
+                self.refuse(name, value.text)
+            elif option is None and not isinstance(value, ast.expr):
                 hint = f"; did you mean {near[0]}?" if near else ""
                 self.refuse(name, f"no option of TRL {VERSION}'s GRPOConfig or trl grpo{hint}")
-            elif isinstance(value, ast.expr) and (option.verdict != "different" or option.ours):
+            elif option is not None and option.verdict == "refused" and value != option.default:
+                self.refuse(name, option.note)
+            elif isinstance(value, ast.expr) and (option is None or option.verdict != "different" or option.ours):
                 cure = f"; {REMEDIES[name]}" if name in REMEDIES else ""
                 self.refuse(name, f"expected a literal value, got {ast.unparse(value)}{cure}")
-            elif option.verdict == "refused" and value != option.default:
-                self.refuse(name, option.note)
-            elif option.verdict == "different" and value != option.default:
+            elif option is not None and option.verdict == "different" and value != option.default:
                 self.notes[name] = option.note
 
     def __getitem__(self, name: str) -> Any:
@@ -200,6 +213,24 @@ class _Writer:
     def refuse(self, name: str, reason: str) -> None:
         """Record a refused option; the first reason is kept."""
         self.reasons.setdefault(name, reason)
+
+    def value_of(self, name: str, value: Any) -> Any:
+        """Return a text as a number or truth value if the option is one, as the parser of ``trl grpo`` reads it."""
+        default = KNOWN[name].default if name in KNOWN else value
+        if isinstance(value, list) and default is None:
+            return [self.value_of(name, part) for part in value]
+        if not isinstance(value, str) or name in TEXTS or not isinstance(default, int | float | None):
+            return value
+        if not isinstance(default, int | float) or isinstance(default, bool):
+            value = TRUTH.get(value.lower(), value)
+        for kind in (int, float) if isinstance(value, str) and not isinstance(default, bool) else ():
+            try:
+                return kind(value)
+            except ValueError:
+                continue
+        if isinstance(value, str) and default is not None:
+            self.refuse(name, f"expected a {'truth value' if isinstance(default, bool) else 'number'}, got {value!r}")
+        return value
 
     def choose(self, name: str, choices: Mapping[Any, Any]) -> Any:
         """Return the choice for the value of an option; refuse a value without one."""
@@ -264,7 +295,7 @@ class _Writer:
             fill = textwrap.TextWrapper(119, subsequent_indent="  ", break_on_hyphens=False).fill
             notes = (fill(f"* {name}: {note}.") for name, note in self.notes.items())
             lines += ["", "Differences from TRL:", "", *notes, ""]
-        return '"""' + "\n".join(lines).replace("\\", "\\\\") + '"""'
+        return '"""' + "\n".join(lines).replace("\\", "\\\\").replace('"' * 3, "'" * 3) + '"""'
 
     # The algorithm.
 
@@ -408,12 +439,12 @@ class _Writer:
             exact = f"{_name('math.ceil')}({passes} * {whole})"
             steps, total = f"{int(passes)} * {whole}" if passes.is_integer() else exact, _Source("steps")
         kind, warmup = self["lr_scheduler_type"], self["warmup_steps"]
+        if kind != "linear" or self["lr_scheduler_kwargs"]:
+            self.notes.pop("warmup_steps", None)
         if 0 < warmup < 1:
             warmup = _Source(f"{_name('math.ceil')}({warmup} * steps)") if steps else math.ceil(warmup * total)
         more = self["lr_scheduler_kwargs"]
         if kind == "linear" and not more:
-            if warmup:
-                self.notes["warmup_steps"] = OPTIONS["lr_scheduler_type"].note
             schedule = _partial("lightning_rl.optimizers.WarmupThenLinear", warmup=warmup, total=total)
         else:
             counts = {"num_warmup_steps": warmup, "num_training_steps": total}
@@ -460,28 +491,31 @@ class _Writer:
         load = "transformers.AutoModelForCausalLM.from_pretrained"
         if options:
             built["policy"] = _partial(load, name, **options)
-        if self["use_peft"]:
+        if self["use_peft"] or self["peft_config"]:
             built |= {"policy": _Source("policy"), "builder": self.adapter(_call(load, name, **options))}
         if self["chat_template"]:
             template = {"chat_template": self["chat_template"]}
-            built["tokenizer"] = _call("transformers.AutoTokenizer.from_pretrained", name, **template)
+            load = "transformers.AutoTokenizer.from_pretrained"
+            built["tokenizer"] = _call(load, self["processing_class"] or name, **template)
+        elif self["processing_class"]:
+            built["tokenizer"] = self["processing_class"]
         return built if built != {"policy": name, "tokenizer": name} else {"policy": name}
 
     def adapter(self, model: _Source) -> str:
         """Return the function that builds the policy with its adapter."""
-        names = {
-            "r": "lora_r",
-            "lora_alpha": "lora_alpha",
-            "lora_dropout": "lora_dropout",
-            "task_type": "lora_task_type",
+        options = {name: self[f"lora_{name.removeprefix('lora_')}"] for name in ("r", "lora_alpha", "lora_dropout")}
+        more = {
+            f"lora_{name}": name for name in ("task_type", "target_modules", "target_parameters", "modules_to_save")
         }
-        options = {name: self[option] for name, option in names.items()}
-        if options["lora_dropout"]:
-            options["lora_dropout"] = 0.0
-            self.notes["lora_dropout"] = OPTIONS["lora_dropout"].note
-        more = {f"lora_{name}": name for name in ("target_modules", "target_parameters", "modules_to_save")}
         more |= {"use_rslora": "use_rslora", "use_dora": "use_dora"}
         options |= {name: self[option] for option, name in more.items() if self[option]}
+        options = {name: value for name, value in (self["peft_config"] or options).items() if value is not None}
+        for name, value in options.items():
+            if isinstance(value, ast.expr):
+                self.refuse("peft_config", f"expected literal options, got {name}={ast.unparse(value)}")
+        if options.get("lora_dropout"):
+            options["lora_dropout"] = 0.0
+            self.notes["lora_dropout"] = OPTIONS["lora_dropout"].note
         targets = options.get("target_modules")
         options |= {"target_modules": targets[0]} if targets == ["all-linear"] else {}
         config = _call("peft.LoraConfig", **options)
@@ -607,14 +641,3 @@ class _Writer:
         often = self.choose("save_strategy", {"no": None, "steps": steps, "epoch": {"every_n_epochs": 1}})
         saves = _call("lightning.pytorch.callbacks.ModelCheckpoint", dirpath=folder, **(often or {}), **keep)
         return [saves] if often else []
-
-
-def _as_number(value: Any, name: str) -> Any:
-    """Convert a string to a number if the option is one, because YAML reads ``1e-6`` as a string."""
-    number = name in OPTIONS and isinstance(OPTIONS[name].default, int | float)
-    for kind in (int, float) if number and isinstance(value, str) else ():
-        try:
-            return kind(value)
-        except ValueError:
-            continue
-    return value

@@ -200,13 +200,13 @@ SECTIONS: dict[str, Table] = {
         | same("`AdamW`, `adamw_8bit` or `SGD`; other names are refused", optim="adamw_torch_fused")
         | refusal(OPTIMIZER, optim_args=None, optim_target_modules=None)
         | same("`max_grad_norm`", max_grad_norm=1.0)
-        | different(
-            "`lr_scheduler`",
-            "the first of n linear warmup steps has the learning rate lr/n; in TRL, it has 0",
-            lr_scheduler_type="linear",
-        )
+        | same("`lr_scheduler`", lr_scheduler_type="linear")
         | same("options of transformers' `get_scheduler`", lr_scheduler_kwargs=None)
-        | same("an option of the schedule; a value below 1 is a share of the steps, as in TRL", warmup_steps=0)
+        | different(
+            "an option of the schedule; a value below 1 is a share of the steps, as in TRL",
+            "the first of n warmup steps of the linear schedule has the learning rate lr/n; in TRL, it has 0",
+            warmup_steps=0,
+        )
     ),
     "Precision and memory": (
         same('`Trainer(precision="bf16-mixed")`, which the recipe has unless `bf16` is false', bf16=None)
@@ -451,8 +451,14 @@ FURTHER: Table = (
     | inert(DISPLAY, include_tokens_per_second=False, include_inputs_for_metrics=False)
     | refusal("write `environment=`", tools=None, environment_factory=None, rollout_func=None)
     | refusal("write `optimizer=` and `lr_scheduler=`", optimizers=None)
-    | refusal("write `LoraConfig(...)` with literal options, or set `use_peft`", peft_config=None)
+    | same("the adapter of `policy`: `LoraConfig(...)` with the same options", peft_config=None)
+    | same("`tokenizer`, if it is not that of the model", processing_class=None)
     | inert(NOT_QUANTIZED, quantization_config=None)
+    | inert("vLLM is used with `use_vllm`", fast_inference=False, gpu_memory_utilization=None, max_lora_rank=None)
+    | inert("`SamplingParams(max_new_tokens=)` limits a response", max_seq_length=None)
+    | inert("the Trainer places the model", device_map=None, low_cpu_mem_usage=None)
+    | inert("set by `gradient_checkpointing`", use_gradient_checkpointing=None)
+    | inert("`seed` of the module", random_state=None)
     | inert("rewards that are models load their own tokenizers", reward_processing_classes=None)
 )
 """Options of older versions of TRL and transformers, of open-r1 and unsloth, and arguments of ``GRPOTrainer``."""

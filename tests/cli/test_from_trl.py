@@ -254,6 +254,7 @@ def test_values_that_are_computed_or_missing_are_refused_by_name(tmp_path: Path)
         ("run.py", "GRPOConfig(", "got an error"),
         ("run.py", "GRPOConfig(**read())", r"expected literal options, got \*\*read"),
         ("run.yaml", "[1]", "to hold options by name, got list"),
+        ("run.sh", "accelerate launch grpo.py --beta 0", "got str: write the options of a command as YAML"),
         ("run.yaml", None, "run.yaml"),
     ],
 )
@@ -264,10 +265,31 @@ def test_a_file_that_is_no_configuration_is_refused(name: str, text: str | None,
         from_trl(tmp_path / name)
 
 
-def test_a_number_that_yaml_reads_as_text_is_a_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "written"),
+    [
+        ("learning_rate: 2e-6", "lr=2e-06"),
+        ("epsilon: 3e-4", "clip_low=0.0003"),
+        ("off_policy_mask_threshold: 5e-1", "OPSM(delta=0.5)"),
+        ("reward_weights: [5e-1]", "(right, 0.5)"),
+        ('bf16: "false"', 'precision="32-true"'),
+        ('gradient_checkpointing: "False"', "max_tokens_per_microbatch=4096)"),
+        ('run_name: "1e3"', 'name="1e3"'),
+    ],
+)
+def test_a_text_of_yaml_has_the_type_of_its_option(line: str, written: str, tmp_path: Path) -> None:
     path = write(tmp_path)
-    path.write_text(f"{path.read_text()}\nlearning_rate: 2e-6\n")
-    assert "lr=2e-06" in from_trl(path)[0]
+    path.write_text(f"{path.read_text()}\n{line}\n")
+    assert written in from_trl(path)[0]
+    path.write_text(f"{path.read_text()}\nbeta: much\n")
+    with pytest.raises(RefusedError, match="beta: expected a number, got 'much'"):
+        from_trl(path)
+
+
+@pytest.mark.parametrize(("kind", "noted"), [("linear", True), ("cosine", False), ("constant_with_warmup", False)])
+def test_the_first_step_of_a_warmup_is_noted_where_it_differs(kind: str, noted: bool, tmp_path: Path) -> None:
+    _, notes = from_trl(write(tmp_path, lr_scheduler_type=kind, warmup_steps=5))
+    assert ("warmup_steps" in notes, "lr_scheduler_type" in notes) == (noted, False)
 
 
 @pytest.mark.parametrize(
@@ -351,6 +373,152 @@ def test_arguments_of_the_trainer_that_need_a_run_are_refused(
     with pytest.raises(RefusedError) as refused:
         from_trl(tmp_path / "grpo.py")
     assert [*refused.value.reasons] == [name]
+
+
+SCRIPT = """from datasets import load_dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+import os, wandb
+def reward(completions, **columns):
+    return [float(len(tokenizer(text))) for text in completions]
+model = AutoModelForCausalLM.from_pretrained("some/model")
+tokenizer = AutoTokenizer.from_pretrained("some/model")
+{before}
+args = GRPOConfig(max_steps=10, report_to="wandb")
+{configured}
+trainer = GRPOTrainer(
+    model=model, processing_class=tokenizer, reward_funcs=reward, args=args, train_dataset=load_dataset("some/data")
+)
+{after}
+trainer.train()
+{trained}
+"""
+FREEZE = "def freeze():\n    for part in model.parameters():\n        part.requires_grad = False\nfreeze()"
+
+
+def write_script(folder: Path, place: str, source: str, *changes: tuple[str, str]) -> Path:
+    """A script with statements at a place, and other changes."""
+    text = SCRIPT.format(**{"before": "", "configured": "", "after": "", "trained": ""} | {place: source})
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    (folder / "grpo.py").write_text(text)
+    return folder / "grpo.py"
+
+
+@pytest.mark.parametrize(
+    ("place", "source"),
+    [
+        ("before", "tokenizer.chat_template = 'X'"),
+        ("before", "tokenizer.add_special_tokens({'additional_special_tokens': ['<think>']})"),
+        ("before", "model = PeftModel.from_pretrained(model, 'adapter', is_trainable=True)"),
+        ("before", "for part in model.parameters():\n    part.requires_grad_(False)"),
+        ("before", FREEZE),
+        ("before", "model.to(torch.float16)"),
+        ("before", "model = model.to('cuda')\nmodel = prepare(model)"),
+        ("before", "tokenizer.eos_token = 'X'; tokenizer.pad_token = 'X'"),
+        ("before", "GRPOTrainer.compute_loss = None"),
+        ("before", "if os.environ.get('LORA'):\n    model = get_peft_model(model, LoraConfig(r=4))"),
+        ("configured", "setattr(args, 'beta', 0.1)"),
+        ("configured", "args.set_optimizer(name='sgd')"),
+        ("configured", "args.learning_rate *= 3"),
+        ("configured", "model += adapter"),
+        ("configured", "if os.environ.get('DEBUG'):\n    args.beta = 0.2"),
+        ("after", "trainer.args.beta = 0.2"),
+        ("after", "args.beta = 0.2"),
+        ("after", "trainer.add_callback(Printer())"),
+        ("after", "trainer.train(resume_from_checkpoint=True)"),
+    ],
+)
+def test_a_statement_that_is_not_translated_is_refused_until_it_is_ignored(
+    place: str, source: str, tmp_path: Path
+) -> None:
+    plain = from_trl(write_script(tmp_path, place, ""))[0]
+    path = write_script(tmp_path, place, source)
+    with pytest.raises(RefusedError) as refused:
+        from_trl(path)
+    ((name, reason),) = refused.value.reasons.items()
+    assert name.startswith("line") and "not translated: " in reason
+    recipe, notes = from_trl(path, ignore=[name])
+    assert notes[name] == f"left out by --ignore; {reason}" and f"* {name}: left out" in recipe
+    assert body(recipe) == body(plain)
+
+
+@pytest.mark.parametrize(
+    ("place", "source", "noted"),
+    [
+        ("before", "if tokenizer.pad_token is None:\n    tokenizer.pad_token = tokenizer.eos_token", True),
+        ("before", "print(model)", True),
+        ("before", "model.train()", True),
+        ("trained", "trainer.save_model('out')", True),
+        ("configured", "debug = False\nif debug:\n    args.beta = 0.2", False),
+    ],
+)
+def test_a_statement_without_an_effect_on_training_is_at_most_noted(
+    place: str, source: str, noted: bool, tmp_path: Path
+) -> None:
+    plain, before = from_trl(write_script(tmp_path, place, ""))
+    recipe, notes = from_trl(write_script(tmp_path, place, source))
+    assert body(recipe) == body(plain)
+    assert len({*notes} - {*before}) == noted
+
+
+@pytest.mark.parametrize(
+    ("source", "written"),
+    [
+        (
+            "model = get_peft_model(model, LoraConfig(r=8, target_modules='all-linear'))",
+            '(r=8, target_modules="all-linear")',
+        ),
+        (
+            "lora = LoraConfig(bias='all', init_lora_weights='pissa', task_type=TaskType.CAUSAL_LM)\n"
+            "lora_model = model = get_peft_model(model, peft_config=lora)",
+            '(bias="all", init_lora_weights="pissa", task_type="CAUSAL_LM")',
+        ),
+        (
+            "rank = 8\nmodel = FastLanguageModel.get_peft_model(model, r=rank, target_modules=['q'], random_state=1)",
+            '(r=8, lora_alpha=16, target_modules=["q"])',
+        ),
+    ],
+)
+def test_an_adapter_has_the_options_of_the_script_and_no_others(source: str, written: str, tmp_path: Path) -> None:
+    assert f"LoraConfig{written}" in from_trl(write_script(tmp_path, "before", source))[0]
+    with pytest.raises(RefusedError) as refused:
+        from_trl(write_script(tmp_path, "before", "model = get_peft_model(model, LoraConfig(r=rank()))"))
+    assert refused.value.reasons == {"peft_config": "expected literal options, got r=rank()"}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (('el")', 'el", generation_config=get())'), {"generation_config"}),
+        (("reward_funcs", "tools=[search], reward_funcs"), {"tools"}),
+        (("max_steps=10", "max_steps=10, **more()"), None),
+        (("GRPOTrainer(", "Changed("), {"Changed"}),
+        (('Tokenizer.from_pretrained("some/model")', "Tokenizer.load()"), {"processing_class"}),
+        (("AutoModelForCausalLM.from", "AutoPeftModelForCausalLM.from"), {"model_name_or_path"}),
+    ],
+)
+def test_arguments_that_are_not_translated_are_refused_by_name(
+    change: tuple[str, str], expected: set[str] | None, tmp_path: Path
+) -> None:
+    source = "class Changed(GRPOTrainer):\n    def compute_loss(self): ..." if expected == {"Changed"} else ""
+    path = write_script(tmp_path, "before", source, change)
+    with pytest.raises(RefusedError if expected else UnreadableError) as refused:
+        from_trl(path)
+    if isinstance(refused.value, RefusedError):
+        assert {*refused.value.reasons} == expected
+        assert not any("literal" in reason for name, reason in refused.value.reasons.items() if name == "tools")
+
+
+def test_arguments_of_from_pretrained_and_projects_of_wandb_are_in_the_recipe(tmp_path: Path) -> None:
+    changes = [('LM.from_pretrained("some/model"', 'LM.from_pretrained("some/model", revision="v2", device_map="auto"')]
+    changes += [('Tokenizer.from_pretrained("some/model"', 'Tokenizer.from_pretrained("other"')]
+    source = 'os.environ["WANDB_PROJECT"] = "first"\nwandb.init(project="mine", config=args)'
+    recipe, notes = from_trl(write_script(tmp_path, "configured", source, *changes))
+    assert '"some/model", revision="v2")' in recipe and 'tokenizer="other"' in recipe and 'project="mine"' in recipe
+    assert "device_map" in notes
 
 
 # The command.
