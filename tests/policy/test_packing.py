@@ -232,12 +232,12 @@ def test_a_prompt_is_among_the_inputs_once_for_its_group() -> None:
     assert layout.position_ids.tolist() == [[0, 1, 2, 2, 3, 0, 1, 0, 1]]
     assert layout.source.tolist() == [1, 2, 1, 3, 4, 5, 6, 8], "its last token predicts for both samples"
     assert layout.shared is not None
-    assert layout.lengths == ((3, 3), (2, 4), (2, 2), (2, 2)), "queries of its own tokens, keys of whole sequences"
+    assert layout.lengths == ((3, 3), (2, 4), (2, 2), (2, 2)), "queries of further tokens, keys of whole sequences"
     assert layout.shared.keys.tolist() == [0, 1, 2, 0, 1, 3, 4, 5, 6, 7, 8]
     assert layout.shared.queries.tolist() == layout.shared.outputs.tolist() == list(range(9))
 
 
-def test_a_response_of_one_token_asks_nothing_of_its_own() -> None:
+def test_a_response_of_one_token_has_no_query() -> None:
     layout = pack(Rollout.of_samples([[2, 3]] * 3, [[7], [8, 9], [10]], groups=[0] * 3))
     assert layout.input_ids.tolist() == [[2, 3, 8]] and layout.lengths == ((2, 2), (1, 3))
 
