@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ from lightning_rl.serialization import import_by_name
 from lightning_rl.signal.reductions import resolve_reduction
 from lightning_rl.utils.arguments import check_counts, check_numbers
 from lightning_rl.utils.finding import Finding
-from lightning_rl.utils.naming import name_of
+from lightning_rl.utils.naming import check_hooks, name_of
 from lightning_rl.utils.trainer import callbacks_of, is_own
 
 ANSWER = "quux"  # a text that no template writes
@@ -86,6 +86,7 @@ def check_flags(trainer: Trainer) -> None:
         if not isinstance(callback, Callback):
             callbacks_of(trainer).remove(callback)  # Lightning would call it while handling the error
             raise ValueError(_no_callback(callback))
+        check_hooks(type(callback), Callback)
         _check_averaging(callback, trainer)
         if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:  # noqa: SLF001
             raise ValueError(
@@ -170,6 +171,12 @@ def resolve_options(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: If an argument is out of range or a name unknown.
     """
+    for name, part in options.items():
+        if isinstance(part, Callback) or (isinstance(part, type) and issubclass(part, Callback)):
+            raise ValueError(
+                f"expected {name}= without callbacks, got the callback {name_of(part)}: pass it in Trainer("
+                "callbacks=[...])"
+            )
     sampling = options["sampling"]
     names = "group_size", "minibatches_per_rollout", "epochs_per_rollout"
     check_counts(1, **{name: options[name] for name in names})
@@ -326,13 +333,16 @@ def build_optimizers(
         names: Name of each parameter by its id.
         steps: Number of optimizer steps of the fit; infinity if unknown.
 
-    Warns of a schedule whose learning rate reaches 0, or which ends, before the last step.
+    Warns of a schedule whose learning rate reaches 0, or which ends, before the last step, and of an optimizer that
+    lacks some of the parameters.
 
     Raises:
-        ValueError: If nothing can be trained, or if a builder returns something else.
+        ValueError: If nothing can be trained, or if a builder returns something else, or an optimizer of others.
     """
     check_trainable(groups)
+    trained = {id(one) for group in groups for one in group["params"]}
     optimizer = _build_optimizer(builder, groups)
+    _check_parameters(optimizer, trained)
     optimizer.register_step_pre_hook(call_closure)
     for group in optimizer.param_groups:  # schedules write to rates that are tensors in place
         group.update({name: value.clone() for name, value in group.items() if isinstance(value, Tensor)})
@@ -344,6 +354,27 @@ def build_optimizers(
         _check_length(build, optimizer, steps)
         built["lr_scheduler"] = build(optimizer)
     return built, ConfiguredOptimizer(description, options_of(optimizer))
+
+
+def _check_parameters(optimizer: Optimizer, trained: Collection[int]) -> None:
+    """Raise ValueError for an optimizer without any of the trainable parameters, and warn of one that lacks some.
+
+    Args:
+        optimizer: Optimizer of the user.
+        trained: Id of each trainable parameter.
+    """
+    missing = {*trained} - {id(one) for group in optimizer.param_groups for one in group["params"]}
+    cure = "pass all groups that the function gets as its argument to the optimizer"
+    if len(missing) == len(trained):
+        raise ValueError(
+            f"expected an optimizer of the policy's parameters, got {type(optimizer).__name__} with none of the "
+            f"{len(trained)} trainable ones, which would train nothing: {cure}"
+        )
+    if missing:
+        rank_zero_warn(
+            f"{len(missing)} of {len(trained)} trainable parameters are in no group of the optimizer, so they keep "
+            f"their values: {cure}, or set their requires_grad=False in the function that is passed as policy="
+        )
 
 
 def call_closure(_: Optimizer, arguments: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:

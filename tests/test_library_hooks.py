@@ -109,6 +109,12 @@ def test_a_step_without_super_is_refused(name: str) -> None:
         overriding(name, [])(**tiny_module().options)
 
 
+@pytest.mark.parametrize("base", [RLLightningModule, PromptDataModule])
+def test_a_constructor_without_super_is_refused(base: Any) -> None:
+    with pytest.raises(ValueError, match=rf"Mine.__init__ to call super\(\).__init__\(.*arguments of {base.__name__}"):
+        type("Mine", (base,), {"__init__": lambda self: setattr(self, "mine", 1)})
+
+
 def test_a_step_that_leaves_super_out_at_times_fails(tmp_path: Path) -> None:
     class Skips(RLLightningModule):
         @override

@@ -11,9 +11,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from kit.specs import check, spec_of
 from kit.support import a_trainer, callback_of, fit, ragged_rollout, tiny_module, tiny_tokenizer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR
 
 from lightning_rl import (
@@ -29,6 +32,7 @@ from lightning_rl import (
     RawReward,
     Reinforce,
     RLCallback,
+    RLLightningModule,
     TransformersEngine,
     latest_checkpoint,
     warmup_then_linear,
@@ -403,6 +407,10 @@ def test_all_problems_of_a_run_are_reported_at_once() -> None:
         (GRPO, "per_row", "per_rows"),
         (Environment, "reset", "resets"),
         (Environment, "step", "steps"),
+        (RLLightningModule, "on_train_batch_end", "on_train_batch_ends"),
+        (RLLightningModule, "on_fit_start", "on_fit_starts"),
+        (RLLightningModule, "configure_optimizers", "configure_optimizer"),
+        (PromptDataModule, "on_exception", "on_exceptions"),
     ],
 )
 def test_a_misspelled_method_is_refused_where_the_class_is_defined(
@@ -413,6 +421,14 @@ def test_a_misspelled_method_is_refused_where_the_class_is_defined(
     if misspelled is not None:
         with pytest.raises(ValueError, match=f"expected Mine to define {near}, got {misspelled}, which nothing calls"):
             type("Mine", (base,), {"name": "mine", misspelled: lambda _: None})
+
+
+def test_a_misspelled_hook_of_a_plain_callback_is_refused_at_setup() -> None:
+    helpers = dict.fromkeys(("train_starts", "on_train", "on_reward", "_on_fit_start"), lambda _: None)
+    kinds = [type("Mine", (Callback,), hooks) for hooks in (helpers, helpers | {"on_train_batch_ends": lambda _: None})]
+    fit(tiny_module(), callbacks=[kinds[0]()], max_steps=1)
+    with pytest.raises(ValueError, match="expected Mine to define on_train_batch_end, got on_train_batch_ends"):
+        fit(tiny_module(), callbacks=[kinds[1]()])
 
 
 @pytest.mark.parametrize(
@@ -429,6 +445,13 @@ def test_a_misspelled_method_is_refused_where_the_class_is_defined(
 def test_a_part_of_the_module_among_the_callbacks_is_refused_with_its_argument(part: Any, cure: str) -> None:
     with pytest.raises(ValueError, match=f"expected callbacks to be callbacks of Lightning, got .*{cure}"):
         fit(tiny_module(), callbacks=[part])
+
+
+@pytest.mark.parametrize("option", ["loss", "advantages", "rewards"])
+@pytest.mark.parametrize("part", [NoEOSMask, NoEOSMask()])
+def test_a_correction_as_a_part_of_the_module_is_refused_with_its_place(option: str, part: Any) -> None:
+    with pytest.raises(ValueError, match=f"{option}=.* got the callback NoEOSMask: pass it in Trainer"):
+        tiny_module(**{option: part})
 
 
 @pytest.mark.parametrize(
@@ -456,6 +479,18 @@ def test_a_schedule_that_is_shorter_than_the_fit_gives_a_warning_with_both_lengt
     assert len(texts) == (lengths is not None)
     if lengths is not None:
         assert f"ends after {lengths[0]} optimizer steps" in texts[0] and f"fit has {lengths[1]}" in texts[0]
+
+
+def test_an_optimizer_of_other_parameters_is_refused() -> None:
+    other = torch.nn.Linear(1, 1)
+    with pytest.raises(ValueError, match=r"got SGD with none of the \d+ trainable ones.*pass all groups"):
+        fit(tiny_module(optimizer=lambda _: SGD(other.parameters(), lr=1e-3)))
+
+
+def test_an_optimizer_of_some_parameters_gives_a_warning_with_their_number() -> None:
+    with pytest.warns(UserWarning, match=r"(\d+) of (?!\1)\d+ trainable parameters are in no group of the optimizer"):
+        trainer = fit(tiny_module(optimizer=lambda groups: SGD(groups[0]["params"][:1], lr=1e-3)))
+    assert trainer.global_step
 
 
 def by_answer(prompts: Any, completions: Any, *, answer: Any, **columns: Any) -> list[float]:

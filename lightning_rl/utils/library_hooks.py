@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Literal, TypeVar
 
+from lightning_rl.utils.naming import check_hooks
+
 Rule = Literal["before", "after", "joined", "required"]
 ClassT = TypeVar("ClassT", bound=type)
 RUNNING = "_running_hooks"  # attribute of an object: result of each library hook inside of an override in progress
@@ -34,12 +36,19 @@ class LibraryHooks:
         for name in self.rules:
             setattr(cls, name, _once(getattr(cls, name)))
         self.own.update({name: getattr(cls, name) for name in (*self.rules, *self.refused)})
-        vars_of = {"__init_subclass__": classmethod(lambda subclass: self._keep(subclass)), "library_hooks": self}
+        vars_of = {"__init_subclass__": classmethod(lambda subclass: self._keep(cls, subclass)), "library_hooks": self}
         for name, value in vars_of.items():
             setattr(cls, name, value)
         return cls
 
-    def _keep(self, subclass: type) -> None:
+    def _keep(self, cls: type, subclass: type) -> None:
+        check_hooks(subclass, cls, (*self.rules, *self.refused))
+        constructor = vars(subclass).get("__init__")
+        if inspect.isfunction(constructor) and not {*_names(constructor)} & {"super", "__init__"}:
+            raise ValueError(
+                f"expected {subclass.__name__}.__init__ to call super().__init__(...), got one without it: call it "
+                f"first, with the arguments of {cls.__name__}"
+            )
         for name, rule in self.rules.items():
             override = getattr(subclass, name)
             if override is not self.own[name] and not hasattr(override, "keeps"):

@@ -52,12 +52,34 @@ class CheckedNames:
         known = {name for base in cls.__mro__[1:] for name in vars(base) if not name.startswith("_")}
         called = [name for name in known if isinstance(getattr(cls, name), FunctionType)]
         for name, value in vars(cls).items():
-            new = isinstance(value, FunctionType) and not name.startswith("_") and name not in known
-            if new and (near := get_close_matches(name, called, 1, cutoff=0.85)):
-                raise ValueError(
-                    f"expected {cls.__name__} to define {near[0]}, got {name}, which nothing calls: write {near[0]}, "
-                    "or give a method of your own a name that is less like it"
-                )
+            if isinstance(value, FunctionType) and not name.startswith("_") and name not in known:
+                _refuse_near_name(cls, name, called)
+
+
+def check_hooks(cls: type, base: type, further: Iterable[str] = ()) -> None:
+    """Raise an error for a class with a misspelled hook, which nothing would call.
+
+    Args:
+        cls: Class to check.
+        base: Base class, whose methods that begin with ``on_`` are hooks.
+        further: Names of other hooks.
+
+    Raises:
+        ValueError: If the name of a method is new and near the name of a hook.
+    """
+    hooks = {*further, *(name for name in dir(base) if name.startswith("on_"))}
+    public = (name for name in dir(cls) if not name.startswith("_") and not hasattr(base, name))
+    for name in public:
+        if isinstance(getattr(cls, name), FunctionType):
+            _refuse_near_name(cls, name, [one for one in hooks if one.startswith("on_") is name.startswith("on_")])
+
+
+def _refuse_near_name(cls: type, name: str, called: Iterable[str]) -> None:
+    if near := get_close_matches(name, [*called], 1, cutoff=0.85):
+        raise ValueError(
+            f"expected {cls.__name__} to define {near[0]}, got {name}, which nothing calls: write {near[0]}, "
+            "or give a method of your own a name that is less like it"
+        )
 
 
 def check_columns(columns: Iterable[Any], where: str) -> None:
