@@ -35,7 +35,7 @@ from lightning_rl.evaluation.records import Record
 from lightning_rl.generation import Engine, SamplingParams
 from lightning_rl.generation.weights.weight_sync import WeightSync
 from lightning_rl.losses import Critic, ValueLoss
-from lightning_rl.monitors import check_monitors, check_names, logs_itself
+from lightning_rl.monitors import RunNames, check_monitors, check_names, logs_itself
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.build import max_prompt_length
 from lightning_rl.policy.run_models import RunModels
@@ -209,22 +209,14 @@ class BaseModule(LightningModule):
         if stage == "fit":
             self.rewards.check_weights()
             self.evaluator.limit_validation(self.trainer, self.data_module)
-            self._check_monitors()
+            known, validates = not logs_itself(self.trainer, self), bool(self.trainer.limit_val_batches)
+            check_monitors(self.trainer, RunNames.of(self), known=known, validates=validates)
         self.run.failed_folder = log_folder(self.trainer) / FOLDER
         if (data := find_data_module(self.trainer)) is not None:
             data.use_tokenizer(self.tokenizer)
         self.run.configuration = configuration(self, self.trainer)
         for logger in self.trainer.loggers:
             logger.log_hyperparams(self.run.configuration)
-
-    def _check_monitors(self) -> None:
-        names = {
-            "<function>": self.rewards.sources,
-            "<callback>": [callback.name for callback in self.run.corrections.callbacks],
-            "<name>": [evaluation.name for evaluation in self.evaluator.evaluations],
-        }
-        known, validates = not logs_itself(self.trainer, self), bool(self.trainer.limit_val_batches)
-        check_monitors(self.trainer, names, known=known, validates=validates)
 
     @override
     def configure_model(self) -> None:

@@ -1,15 +1,18 @@
 """Metrics where Lightning's callbacks look for them, and checks of the metrics that they monitor."""
 
+import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_rl.corrections import RLCallback
+from lightning_rl.corrections.combine import LOGGED_BY_CORE
 from lightning_rl.glossary import can_exist, examples
 from lightning_rl.utils.trainer import callbacks_of, is_own
 
@@ -17,6 +20,79 @@ ON_THE_BAR = "reward/task"  # more would not fit beside the bar; `RolloutSummary
 EVALUATED = ("val/", "test/")
 OF_LIGHTNING = ("epoch", "step")  # names that ModelCheckpoint adds
 AT_ANY_TIME = ("reward_metric/", "env/")  # of rewards and environments, which may log them in later rollouts alone
+OF_A_PART = {
+    "environment": re.compile(r"(val/([^/]+/)?)?env/.*|time/environment"),
+    "critic": re.compile(r"value/.*|loss/value"),
+    "max_staleness": re.compile(r"in_flight/.*"),
+    "validation": re.compile(r"val/(reward|length)/.*"),
+}
+OF_OTHERS = re.compile(  # of some losses, estimators, engines and data; known after the first step
+    r"kl/(ref|penalty)|policy/(clipped|outside|weight|weight_max|chosen|kept)|time/(canary|wait)|prompts/dropped"
+    r"|reward/greedy|signal_audit/.*|.*@\w+|.*/answer/failed"
+)
+RISING = re.compile(r"(.+/)?(reward/(task|shaped|greedy)|(pass|avg|maj)@\d+(_low|_high)?|accuracy)|env/reward")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunNames:
+    """Names of which the metrics of a fit consist.
+
+    Args:
+        placeholders: Names for each placeholder of the glossary, such as ``"<function>"``.
+        lacking: Parts in :data:`OF_A_PART` that the fit lacks.
+        shares: Metrics of evaluations such as ``val/<name>/pass@1``.
+        unlogged: Metrics that no hook of the corrections logs.
+        rising: Reward functions of positive weight.
+    """
+
+    placeholders: Mapping[str, Collection[str]]
+    lacking: Collection[str] = ()
+    shares: Collection[str] = ()
+    unlogged: Collection[str] = ()
+    rising: Collection[str] = ()
+
+    @staticmethod
+    def of(module: Any) -> "RunNames":
+        """Return the names of a module in a fit."""
+        evaluations = [one for one in module.evaluator.evaluations if "val" in one.stages]
+        corrections = module.run.corrections.callbacks
+        parts = {
+            "environment": module.environments,
+            "critic": module.critic,
+            "max_staleness": module.max_staleness,
+            "validation": module.data_module.validation,
+        }
+        return RunNames(
+            placeholders={
+                "<function>": module.rewards.sources,
+                "<callback>": [callback.name for callback in corrections],
+                "<name>": [evaluation.name for evaluation in evaluations],
+            },
+            lacking=[name for name, part in parts.items() if not part],
+            shares=[f"val/{one.name}/{share}" for one in evaluations for share in one.shares],
+            unlogged=[
+                f"{callback.name}/{metric}"
+                for callback in corrections
+                for hook, metrics in LOGGED_BY_CORE.items()
+                for metric in (() if hook in callback.contributes else metrics)
+            ],
+            rising=[name for name, (_, weight) in module.rewards.sources.items() if weight > 0],
+        )
+
+    def lacks(self, metric: str) -> bool:
+        """Return True if the fit cannot log a metric."""
+        absent = any(OF_A_PART[part].fullmatch(metric) for part in self.lacking)
+        return absent or not can_exist(metric, self.placeholders)
+
+    def examples(self) -> list[str]:
+        """Return metrics that the fit logs."""
+        names = [name for name in examples(self.placeholders) if not (self.lacks(name) or OF_OTHERS.fullmatch(name))]
+        return [*(name for name in names if name not in self.unlogged), *self.shares]
+
+    def rises(self, metric: str) -> bool:
+        """Return True if a fit should raise a metric."""
+        function = metric.rpartition("reward/")[2] if "reward/" in metric else None
+        return RISING.fullmatch(metric) is not None or function in self.rising
 
 
 def publish(trainer: Trainer, values: Mapping[str, float]) -> None:
@@ -42,12 +118,12 @@ def logs_itself(trainer: Trainer, module: LightningModule) -> bool:
     return not (is_own(module) and all(isinstance(one, RLCallback) or is_own(one) for one in callbacks_of(trainer)))
 
 
-def check_monitors(trainer: Trainer, names: Mapping[str, Collection[str]], *, known: bool, validates: bool) -> None:
-    """Raise ValueError for a monitored metric that the fit cannot have.
+def check_monitors(trainer: Trainer, names: RunNames, *, known: bool, validates: bool) -> None:
+    """Raise ValueError for a monitored metric that the fit cannot have, and warn of a mode that is wrong for it.
 
     Args:
         trainer: Trainer of the fit.
-        names: Names for each placeholder of the glossary, such as ``"<function>"``.
+        names: Names of the fit.
         known: True if the glossary has every metric of the fit.
         validates: True if the fit evaluates anything.
     """
@@ -57,8 +133,13 @@ def check_monitors(trainer: Trainer, names: Mapping[str, Collection[str]], *, kn
                 f"expected {type(callback).__name__} to monitor a metric of training, got {metric!r} in a fit that "
                 "evaluates nothing: pass validation= to PromptDataModule, or evaluation= to RLLightningModule"
             )
-        if known and metric not in OF_LIGHTNING and not can_exist(metric, names):
-            raise _unknown(metric, callback, examples(names))
+        if known and metric not in OF_LIGHTNING and names.lacks(metric):
+            raise _unknown(metric, callback, names.examples())
+        if callback.mode == "min" and names.rises(metric):
+            rank_zero_warn(
+                f"{type(callback).__name__} monitors {metric!r}, which should rise, with Lightning's default "
+                'mode="min", by which lower values are better: pass mode="max"'
+            )
         if isinstance(callback, ModelCheckpoint) and not metric.startswith(EVALUATED):
             rank_zero_info(
                 f"ModelCheckpoint(monitor={metric!r}) saves the weights after the update on a rollout; the weights "

@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory"),
     pytest.mark.filterwarnings("ignore:You are trying to `self.log"),
+    pytest.mark.filterwarnings("ignore:.*which should rise, with Lightning"),
 ]
 
 STEPS, ROLLOUTS, QUESTIONS = 2, 3, 3  # optimizer steps per rollout; rollouts and batches of validation per epoch
@@ -324,11 +325,12 @@ CHECKPOINTS: dict[str, Callable[[Side], object]] = {
     "save_top_k of the validation": saving(
         {"val_check_interval": 2}, monitor="val/reward/task", mode="max", save_top_k=2, save_on_train_epoch_end=False),
     "save_top_k at the end of an epoch": saving({"max_epochs": 3}, monitor="val/reward/task", mode="max", save_top_k=2),
-    "monitor of the training": saving(monitor="reward/task", mode="min", every_n_train_steps=2, save_top_k=2),
+    "monitor of the training": saving(monitor="reward/task", mode="max", every_n_train_steps=2, save_top_k=2),
     "monitor of the step": saving(monitor="step", mode="max", every_n_train_steps=2, save_top_k=2),
     "filename": saving(filename="{epoch}-{step}", every_n_train_steps=3, save_top_k=-1),
     "filename of a metric": saving(
-        filename="{step}-{val/reward/task:.2f}", auto_insert_metric_name=False, monitor="val/reward/task"),
+        filename="{step}-{val/reward/task:.2f}", auto_insert_metric_name=False, monitor="val/reward/task",
+        mode="max"),
     "save_weights_only": saving(save_weights_only=True, every_n_train_steps=3),
     "save_top_k=0": saving(save_top_k=0),
 }  # fmt: skip
@@ -452,7 +454,7 @@ RUNS: dict[str, Callable[[Side], object]] = {
         resumed, ckpt="epoch=0-step=6.ckpt", first={}, then={"max_epochs": 2}, every_n_epochs=1),
     "resume after a validation": partial(
         resumed, ckpt="epoch=0-step=2.ckpt", first={"val_check_interval": 2}, then={"val_check_interval": 2},
-        monitor="val/reward/task", save_on_train_epoch_end=False),
+        monitor="val/reward/task", mode="max", save_on_train_epoch_end=False),
     "resume with max_steps": partial(
         resumed, ckpt="epoch=0-step=3.ckpt", first={"max_steps": 3, "max_epochs": -1},
         then={"max_steps": 8, "max_epochs": -1}, every_n_train_steps=3),

@@ -234,7 +234,9 @@ def test_early_stopping_may_watch_any_metric(every: int) -> None:
 
 def test_what_is_monitored_is_known_to_lightning_as_soon_as_it_is_measured() -> None:
     watched, logger = Watched(), Keeping()
-    monitors = [EarlyStopping(name, patience=100) for name in ("policy/entropy", "optim/grad_norm", "reward/shaped")]
+    monitors = [
+        EarlyStopping(name, mode="max", patience=100) for name in ("policy/entropy", "optim/grad_norm", "reward/shaped")
+    ]
     fit(tiny_module(minibatches_per_rollout=2), callbacks=[watched, *monitors], logger=logger)
     for known, (_, row) in zip(watched.known, logger.rows, strict=True):
         assert set(known) >= {"policy/entropy", "optim/grad_norm", "reward/shaped", "reward/task"}

@@ -1,6 +1,7 @@
 """Metrics where Lightning's callbacks and users look for them, and monitors that cannot work."""
 
 import re
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,10 @@ def test_early_stopping_counts_the_last_rollout_of_an_epoch_once() -> None:
         ("rewards/mean", "reward"),
         ("grad_norm", "'optim/grad_norm'"),
         ("train_loss", ": "),
-        ("no_eos_msk/rejected", "no_eos"),
+        ("no_eos_msk/rejected", "'no_eos_mask/excluded'"),
+        ("env/tool_calls", ": "),
+        ("in_flight/tokens", ": "),
+        ("value/error", ": "),
     ],
 )
 @pytest.mark.parametrize("kind", [EarlyStopping, ModelCheckpoint])
@@ -100,11 +104,51 @@ def test_a_metric_of_an_evaluation_needs_one_and_its_name() -> None:
     with pytest.raises(ValueError, match="in a fit that evaluates nothing: pass validation="):
         fit(tiny_module(), callbacks=[EarlyStopping("val/reward/task")])
     module = tiny_module(evaluation=Evaluation("sums", [[1, 2], [3]]))
-    with pytest.raises(ValueError, match="got 'val/sum/pass@1', which nothing logs: monitor 'val/sums/pass@k'"):
+    with pytest.raises(ValueError, match="got 'val/sum/pass@1', which nothing logs: monitor 'val/sums/pass@1'"):
         fit(module, callbacks=[EarlyStopping("val/sum/pass@1")], num_sanity_val_steps=2)
     module = tiny_module(evaluation=Evaluation("sums", [[1, 2], [3]]))
     with pytest.raises(ValueError, match="got 'val/sums/pass@16', which nothing logs: monitor 'val/sums/pass@1'"):
-        fit(module, callbacks=[EarlyStopping("val/sums/pass@16")], num_sanity_val_steps=2)
+        fit(module, callbacks=[EarlyStopping("val/sums/pass@16", mode="max")], num_sanity_val_steps=2)
+
+
+@pytest.mark.parametrize(
+    "metric", ["val_loss", "val/a/avg@n", "val/reward/tasks", "policy/ratios", "no_eos_mask/reject"]
+)
+def test_the_metrics_of_the_message_are_logged(metric: str) -> None:
+    def module() -> Any:
+        return tiny_module(evaluation=Evaluation("a", [[1, 2], [3]], samples=2), minibatches_per_rollout=2)
+
+    with pytest.raises(ValueError, match=f"got '{metric}'") as refused:
+        fit(module(), callbacks=[EarlyStopping(metric), NoEOSMask()])
+    trainer = fit(module(), callbacks=[NoEOSMask()])
+    nearest = re.findall(r"'([^']+)'", str(refused.value).partition(": ")[2])
+    assert nearest and metric not in nearest and {*nearest} <= {*trainer.callback_metrics}
+
+
+@pytest.mark.parametrize(
+    ("metric", "warns"),
+    [
+        ("reward/task", True),
+        ("reward/parity_reward", True),
+        ("val/a/pass@1", True),
+        ("val/a/reward/task", True),
+        ("reward/failed", False),
+        ("kl/rollout", False),
+        ("val/a/length/mean", False),
+    ],
+)
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("kind", [EarlyStopping, ModelCheckpoint])
+def test_the_default_mode_for_a_metric_that_rises_gives_a_warning(
+    kind: Any, mode: str, metric: str, warns: bool, tmp_path: Path
+) -> None:
+    module = tiny_module(evaluation=Evaluation("a", [[1, 2], [3]]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        callbacks = [kind(monitor=metric, mode=mode)]
+        fit(module, callbacks=callbacks, default_root_dir=tmp_path, **CHECKPOINTS)
+    texts = [str(one.message) for one in caught if 'pass mode="max"' in str(one.message)]
+    assert len(texts) == (warns and mode == "min")
 
 
 def test_metrics_that_a_callback_of_the_user_logs_can_be_monitored() -> None:
@@ -148,7 +192,7 @@ def test_a_metric_without_values_in_the_first_rollout_can_be_monitored(metric: s
 
     trainer = fit(
         tiny_module(rewards={"parity": parity_reward, "at_times": at_times}),
-        callbacks=[EarlyStopping(metric, patience=9)],
+        callbacks=[EarlyStopping(metric, mode="max", patience=9)],
         max_steps=3,
     )
     assert trainer.global_step == 3 and metric in trainer.callback_metrics

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, cast
 
 from lightning_rl.data import PromptDataset, PromptSource
 from lightning_rl.generation import SamplingParams
@@ -95,6 +95,13 @@ class Evaluation:
         )
         object.__setattr__(self, "stages", stages)
         object.__setattr__(self, "pass_at", tuple(sorted(wanted)))
+
+    @property
+    def shares(self) -> tuple[str, ...]:
+        """Names of the metrics that are shares of prompts, such as ``pass@1``."""
+        several = (f"avg@{self.samples}",) if self.samples > 1 else ()
+        votes = () if self.answer is None else (f"maj@{self.samples}",)
+        return (*(f"pass@{k}" for k in cast(Sequence[int], self.pass_at)), *several, *votes)
 
     def _check(self, fits: object, expected: str, value: object) -> None:
         if not fits:

@@ -83,8 +83,15 @@ class Writes(Callback):
 
 
 def test_an_inspection_writes_and_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    callbacks: list[Callback] = [LearningRateMonitor(), DeviceStatsMonitor(), EarlyStopping("reward/task"), Timer()]
-    callbacks += [ModelCheckpoint(), RichProgressBar(), RunReport(1), SampleTable(1), Writes()]
+    callbacks: list[Callback] = [LearningRateMonitor(), DeviceStatsMonitor(), Timer()]
+    callbacks += [
+        EarlyStopping("reward/task", mode="max"),
+        ModelCheckpoint(),
+        RichProgressBar(),
+        RunReport(1),
+        SampleTable(1),
+        Writes(),
+    ]
     logger = CSVLogger(tmp_path, "runs")
     trainer = Trainer(
         accelerator="cpu", devices=1, max_epochs=1, logger=logger, callbacks=callbacks, default_root_dir=tmp_path
