@@ -261,14 +261,17 @@ class BaseModule(LightningModule):
     def _check_columns(self, data: PromptDataModule | None, evaluated: Sequence[Questions]) -> None:
         """Check that the prompts of the stage, which are encoded, have the columns that the rewards read."""
         stage, environments = self.trainer.state.fn, REWARD_COLUMNS if self.environments else ()
-        used = [(questions.rewards, questions.columns) for questions in evaluated]
+        used = [(f"evaluation {one.name}: ", one.rewards, one.columns) for one in evaluated]
         if data is not None and data.validation is not None:
-            used.append((self.rewards, data.validation.columns))
+            used.append(("validation=: ", self.rewards, data.validation.columns))
         used = [] if stage == TrainerFn.PREDICTING else used
         if data is not None and stage == TrainerFn.FITTING:
-            used.append((self.rewards, data.prompts.columns))
-        for rewards, columns in used:
-            rewards.check_columns((*columns, *environments))
+            used.append(("", self.rewards, data.prompts.columns))
+        for where, rewards, columns in used:
+            try:
+                rewards.check_columns((*columns, *environments))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{where}{error}") from error
 
     def _build_environments(self, data: PromptDataModule | None) -> None:
         """Build the environments for the policy; with data, check that its prompts and the chat template fit them."""
@@ -293,10 +296,13 @@ class BaseModule(LightningModule):
         )
         return built
 
-    def show_sample(self, rollout: Rollout) -> None:
-        """Print a prompt and a response of the first rollout of a fit with their control tokens, on rank zero."""
+    def show_sample(self, rollout: Rollout, number: int) -> None:
+        """Print a prompt and a response of the first rollout of a fit, with its number, on rank zero.
+
+        Control tokens are printed, too.
+        """
         if self.shows_sample:
-            lines = [f"{name} of rollout 0, {text}" for name, text in first_sample(rollout, self.tokenizer)]
+            lines = [f"{name} of rollout {number}, {text}" for name, text in first_sample(rollout, self.tokenizer)]
             if writes_date(self.tokenizer):
                 lines.append(f"the chat template writes the date of {TODAY.text('%Y-%m-%d')}, which checkpoints keep")
             self.shows_sample = False

@@ -82,6 +82,7 @@ def check_flags(trainer: Trainer) -> None:
             'expected a precision for training, got Trainer(precision="16-true"), which loses small weight updates and '
             'overflows gradients: use "bf16-mixed", "16-mixed" or "32-true"'
         )
+    _check_loggers(trainer)
     for callback in callbacks_of(trainer):
         if not isinstance(callback, Callback):
             callbacks_of(trainer).remove(callback)  # Lightning would call it while handling the error
@@ -96,6 +97,17 @@ def check_flags(trainer: Trainer) -> None:
         if isinstance(callback, ModelCheckpoint):
             _check_file_name(callback)
         _check_tuner(callback)
+
+
+def _check_loggers(trainer: Trainer) -> None:
+    """Raise ValueError for two loggers of one class with one folder, in which each row would be written twice."""
+    folders = [(type(logger).__name__, logger.log_dir) for logger in trainer.loggers if logger.log_dir is not None]
+    for name, folder in folders:
+        if folders.count((name, folder)) > 1:
+            raise ValueError(
+                f"expected a folder for each {name}, got {folder} for {folders.count((name, folder))} of them: pass "
+                "another name= or version= to each, or remove one"
+            )
 
 
 def _check_file_name(callback: ModelCheckpoint) -> None:

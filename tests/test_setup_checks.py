@@ -2,8 +2,8 @@
 
 import re
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from kit.specs import check, spec_of
 from kit.support import a_trainer, callback_of, fit, ragged_rollout, tiny_module, tiny_tokenizer
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR
 
@@ -493,6 +494,16 @@ def test_an_optimizer_of_some_parameters_gives_a_warning_with_their_number() -> 
     assert trainer.global_step
 
 
+@pytest.mark.parametrize(("versions", "refused"), [((0, 0), True), ((0, 1), False)])
+def test_two_loggers_with_one_folder_are_refused(versions: Sequence[int], refused: bool, tmp_path: Path) -> None:
+    loggers = [CSVLogger(tmp_path, version=version) for version in versions]
+    cause = pytest.raises(
+        ValueError, match=r"expected a folder for each CSVLogger, got .*version_0 for 2 of them: pass"
+    )
+    with cause if refused else nullcontext():
+        fit(tiny_module(), logger=loggers, max_steps=1)
+
+
 def by_answer(prompts: Any, completions: Any, *, answer: Any, **columns: Any) -> list[float]:
     return [0.0 for _ in answer]
 
@@ -519,7 +530,8 @@ def test_a_column_of_a_reward_that_no_row_has_is_refused_before_generation(
         options |= {"evaluation": Evaluation("e", rows, rewards=reward)}
     module = tiny_module(**options, **({} if where == "evaluation" else {"rewards": reward}))
     data = PromptDataModule(rows, 2, validation=rows if where == "validation" else None)
-    with pytest.raises((TypeError, ValueError), match=message):
+    place = {"train": "^expected", "validation": "^validation=: expected", "evaluation": "^evaluation e: expected"}
+    with pytest.raises((TypeError, ValueError), match=rf"{place[where]} .*{message}"):
         a_trainer().validate(module, data) if where == "validation" else fit(module, data=data)
 
 
@@ -529,7 +541,7 @@ def test_a_column_of_a_reward_that_no_row_has_is_refused_before_generation(
         ("{epoch}-{val/reward:.2f}", {}, "'epoch={epoch}-reward={val/reward:.2f}' with auto_insert_metric_name=False"),
         ("epoch={epoch}-reward={val/reward:.2f}", {"auto_insert_metric_name": False}, None),
         ("{epoch}-{step}", {}, None),
-        (None, {"monitor": "reward/task"}, None),
+        (None, {"monitor": "reward/task", "mode": "max"}, None),
         ("a/b", {"auto_insert_metric_name": False}, "in which a slash makes one"),
     ],
 )

@@ -43,6 +43,15 @@ def test_a_fit_shows_one_prompt_and_one_response_once(caplog: pytest.LogCaptureF
     assert prompt == "prompt of rollout 0, 2 tokens: 'a b'" and response.startswith("response of rollout 0, ")
 
 
+@pytest.mark.filterwarnings("ignore:.*pre-optimization state.*:UserWarning", "ignore:The dirpath has:UserWarning")
+def test_a_resumed_fit_shows_the_number_of_its_first_rollout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "resumed.ckpt"
+    fit(tiny_module(tokenizer=dated(PLAIN)), data=data(), max_steps=1, max_epochs=2).save_checkpoint(path)
+    with caplog.at_level(logging.INFO):
+        fit(tiny_module(tokenizer=dated(PLAIN)), data=data(), max_epochs=2, ckpt_path=path)
+    assert any(record.getMessage().startswith("prompt of rollout 1, ") for record in caplog.records)
+
+
 def test_without_a_tokenizer_nothing_is_shown(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         fit(tiny_module(), max_steps=1)

@@ -84,7 +84,8 @@ class Encoder:
                     checked.add(form)
                     self._check_variables(reading)
                     self._check_parts(reading)
-        encodings |= self._tokenize(plain) | self._tokenize(rendered, add_special_tokens=False)
+        names = [reading.name for reading in readings]
+        encodings |= self._tokenize(plain, names) | self._tokenize(rendered, names, add_special_tokens=False)
         token_ids = [encodings[number] for number in range(len(readings))]
         for reading, ids in zip(readings, token_ids, strict=True):
             self._check(reading.content, reading.name, ids)
@@ -159,10 +160,22 @@ class Encoder:
                 "of other roles"
             )
 
-    def _tokenize(self, texts: Mapping[int, str], **options: Any) -> dict[int, tuple[int, ...]]:
+    def _tokenize(self, texts: Mapping[int, str], names: Sequence[str], **options: Any) -> dict[int, tuple[int, ...]]:
+        """Return the token ids of each text; raise ValueError with the name of one that cannot be encoded."""
         if not texts or self.tokenizer is None:
             return {}
-        encodings = self.tokenizer(list(texts.values()), **options)["input_ids"]
+        try:
+            encodings = self.tokenizer(list(texts.values()), **options)["input_ids"]
+        except Exception as error:  # of tokenizers, which does not name the text
+            if len(texts) > 1:
+                for number, text in texts.items():
+                    self._tokenize({number: text}, names, **options)
+                raise
+            ((number, text),) = texts.items()
+            raise ValueError(
+                f"expected {names[number]} to be a text that the tokenizer encodes, got {text!r:.200}, on which it "
+                f"raises {error}: pass the tokenizer of the policy, or one with an unk_token, or prompts of its words"
+            ) from error
         return {number: tuple(ids) for number, ids in zip(texts, encodings, strict=True)}
 
     def _check(self, content: Any, name: str, ids: tuple[int, ...]) -> None:

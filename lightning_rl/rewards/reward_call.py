@@ -195,8 +195,8 @@ class CallStyle:
                 if not missing
                 else (
                     f", which needs {in_words(missing)}: use the names of columns, or rename a "
-                    f'column of the data, as in PromptDataModule(columns={{"{missing[0]}": '
-                    f"{nearest(missing[0], columns) or '...'}}})"
+                    f'column of the data, as in columns={{"{missing[0]}": '
+                    f"{nearest(missing[0], columns) or '...'}}}"
                 )
             )
             if "solution_str" in signature.parameters:

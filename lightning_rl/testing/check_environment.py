@@ -4,7 +4,7 @@ Each conversation is a fixed list of answers. Environments run in this process, 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -35,6 +35,7 @@ MEANINGS = {
     "environment_closes": "An environment can be closed after any step, and before the first.",
     "environment_ships": "An environment can be sent to a subprocess, and its results come back as plain data.",
 }
+ACCEPTED = "a result of {} for any answer"
 HUGE = 100_000  # number of characters or tokens of the longest answer
 TURNS = 4  # number of answers per conversation
 OURS = ("lightning_rl.environments.environment", "lightning_rl.environments.validation", "lightning_rl.utils.arguments")
@@ -99,9 +100,12 @@ def check_environment(
     Raises:
         PropertyError: With the broken property, the conversation that shows it, and the fix.
     """
-    row = {"prompt": "?"} if row is None else row
+    lacks_row, row = row is None, {"prompt": "?"} if row is None else row
     with fork_generators(torch.device("cpu")):
         for finding, script in _findings(environment, row, answers, seed):
+            if lacks_row and finding.expected == ACCEPTED.format("reset"):
+                cure = "pass a row of the data as second argument, if reset reads its columns"
+                finding = replace(finding, cure=f"{cure}; otherwise {finding.cure}")
             said = ", ".join(f"{answer!r:.60}" for answer in script.answers)
             lines = [f"row {dict(row)!r:.200}, seed {seed}", f"{script.name}: {said} ({script.finish.name})"]
             raise PropertyError(f"environment {name_of(environment)}", finding, lines, MEANINGS[finding.check])
@@ -239,7 +243,7 @@ def _judge(outcome: Outcome) -> Finding | None:
         cure = "return StepResult(messages=[...]) or StepResult(done=True), with finite metrics"
         return _finding_of("environment_steps", f"a valid result of {outcome.where}", raised, cure)
     cure = "describe the error in a message, or end with StepResult(done=True)"
-    return _finding_of("environment_accepts", f"a result of {outcome.where} for any answer", raised, cure)
+    return _finding_of("environment_accepts", ACCEPTED.format(outcome.where), raised, cure)
 
 
 def _is_ours(raised: BaseException) -> bool:

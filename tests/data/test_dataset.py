@@ -14,6 +14,10 @@ import datasets
 import numpy as np
 import pytest
 from kit.support import fit, tiny_module, tiny_tokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
 
 from lightning_rl import PromptDataModule
 from lightning_rl.data import PromptDataset
@@ -239,3 +243,15 @@ def test_a_prompt_of_unknown_words_alone_is_refused(row: Any) -> None:
     ):
         PromptDataset(["a", row]).connect(tokenizer, vocabulary=16)
     PromptDataset(["What a", [0, 0]]).connect(tokenizer, vocabulary=16)
+
+
+@pytest.mark.parametrize("row", ["b zzz", {"prompt": [{"role": "user", "content": "b zzz"}]}], ids=["string", "chat"])
+def test_a_text_that_the_tokenizer_cannot_encode_is_named_with_its_row(row: Any) -> None:
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    with pytest.raises(
+        ValueError, match=r"expected prompt 1 .*got 'b zzz ?', on which it raises .*: pass the tokenizer"
+    ):
+        PromptDataset(["a", row, "b"]).connect(tokenizer)

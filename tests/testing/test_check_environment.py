@@ -154,3 +154,14 @@ def test_a_broken_property_is_named_with_what_to_do(environment: Any, broken: st
     assert raised.value.property == broken
     assert observed in raised.value.finding.observed and raised.value.finding.cure
     assert MEANINGS[broken] in str(raised.value) and "seed 0" in str(raised.value)
+
+
+def test_a_reset_that_reads_columns_needs_a_row() -> None:
+    class Reads(Guess):
+        @override
+        def reset(self, row: Any, seed: int) -> Any:
+            return [*super().reset(row, seed), {"role": "user", "content": row["question"]}]
+
+    with pytest.raises(PropertyError, match="What to do: pass a row of the data as second argument"):
+        check_environment(Reads)
+    check_environment(Reads, {"prompt": "?", "question": "2 + 2"})
