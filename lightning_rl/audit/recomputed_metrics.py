@@ -30,6 +30,9 @@ REDUCTIONS: Mapping[str, StatReduction] = {
 """Reduction of each metric of the core; by default the mean."""
 
 
+LIMITS = (FinishReason.LENGTH, FinishReason.TURNS)
+
+
 def population(values: Tensor, reduction: StatReduction = "mean") -> Stat:
     """Return the statistic of numbers by its definition, in float64."""
     exact = values.detach().double().flatten().cpu()
@@ -97,7 +100,7 @@ def rollout_figures(rollout: Rollout, number: int, algorithm: Algorithm) -> dict
         "reward/missing": ~rewarded[rollout.trained],
         "length/mean": lengths,
         "length/max": lengths,
-        "length/truncated": rollout.truncated[real],
+        "length/truncated": torch.isin(rollout.finish, rollout.finish.new_tensor(LIMITS))[real],
         "advantage/mean": advantages,
         "advantage/max": advantages,
         "advantage/std": advantages,

@@ -10,7 +10,7 @@ REPEATED = (
     *("partition", "loss_padding_width", "denominators", "loss_masked_values", "sequence_decisions"),
     *("gradient_liveness", "loss_direction", "terms_add_up", "contributions_fit", "loss_fits", "metric_populations"),
     *("reward_conservation", "token_returns", "token_gradients", "silent_environments"),
-    "advantage_direction",
+    *("advantage_direction", "correction_formula"),
 )
 """Checks that repeat a stage of the run on changed copies, so the same code in every rollout."""
 

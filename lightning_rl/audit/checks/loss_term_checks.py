@@ -13,6 +13,7 @@ from lightning_rl.callbacks import PositiveNLL
 from lightning_rl.corrections import FURTHER_OUTPUTS, TOKEN_REWARDS, LossView
 from lightning_rl.corrections.recorded import ReplayCorrections
 from lightning_rl.rollout import FinishReason, Rollout
+from lightning_rl.signal.masked import local_sum
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.trainer import is_own
 
@@ -143,7 +144,10 @@ def loss_direction(evidence: Evidence) -> Iterator[Finding]:
 
 @check(cure="add every term once, times its own coefficient")
 def terms_add_up(evidence: Evidence) -> Iterator[Finding]:
-    """The differentiated loss is the policy loss plus each term times its coefficient, once."""
+    """The differentiated loss is the policy loss plus each term times its coefficient, once.
+
+    The policy loss has every mask and weight once.
+    """
     algorithm, rows = evidence.algorithm, evidence.rows
     if not len(rows):
         return
@@ -160,6 +164,24 @@ def terms_add_up(evidence: Evidence) -> Iterator[Finding]:
             culprit=f"objective, {missing[0] if missing else 'the sum of its terms'}",
             expected=f"the sum of {', '.join(sorted(coefs))}, each times its coefficient",
             observed=f"a sum without {missing[0]}" if missing else f"a sum that is {gap:.3g} away",
+        )
+    loss, valid = (
+        torch.where(view.valid_tokens, algorithm.loss(evidence.prepare(view)), 0.0).detach(),
+        view.valid_tokens,
+    )
+    factor = torch.ones_like(loss)
+    for one in evidence.contributions("sequence_mask", "token_mask", "token_weight"):
+        part = one(view).to(loss.dtype)
+        factor = factor * torch.where(valid, part[:, None] if part.dim() == 1 else part, 0.0)
+    weights = algorithm.reduction(valid, view.trained, view.groups, local_sum)
+    tokens = torch.where(factor != 0, loss, 0.0) * factor * weights
+    ours, theirs = float(step.parts["loss/policy"]), float(tokens.sum())
+    if abs(ours - theirs) > 1e-4 * max(float(tokens.abs().sum()), abs(ours)) + 1e-7:
+        yield Finding(
+            culprit="stage update, the masks and weights of the policy loss",
+            expected=f"loss/policy = {theirs:.4g} with each mask and weight once",
+            observed=f"{ours:.4g}",
+            cure="multiply the loss of every token once by each mask and weight",
         )
 
 
