@@ -29,6 +29,7 @@ from lightning_rl.audit.checks.reward_checks import samples_of_calls
 from lightning_rl.audit.conversation_evidence import judged_otherwise, talk_figures, talks_of, words_logprob
 from lightning_rl.audit.copies import CopyError, numbers_of
 from lightning_rl.audit.environment_repeats import ReplayWatch
+from lightning_rl.audit.evaluation_watch import EvaluationWatch
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import (
@@ -229,6 +230,33 @@ class SignalAudit(RLCallback):
             with fork_generators(run.module.device):
                 self._report(evidence, begin, of_step=True)
 
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._run is not None:
+            self._run.evaluations.begin()
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        begin = time.perf_counter()
+        if self._run is not None and not trainer.sanity_checking:
+            self._run.evaluations.note_batch()
+        self._count(begin)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        begin = time.perf_counter()
+        if self._run is not None and not trainer.sanity_checking:
+            self._run.evaluations.end()
+        self._count(begin)
+
     def _report(self, evidence: Evidence, begin: float, *, of_step: bool) -> None:
         """Run the checks, save evidence, and warn or raise on all ranks. A collective."""
         run, number = cast(_RunWatch, self._run), evidence.number
@@ -294,6 +322,7 @@ class _RunWatch:
         self._rewards, self._replays = RewardWatch(module.rewards.by_name), ReplayWatch(module)
         self._prompts, self._earlier = PromptWatch(module), list[Earlier]()
         self._resumed = list(forgotten_states(module))
+        self.evaluations = EvaluationWatch(module)
 
     def compare_with_checkpoint(self, checkpoint: Fingerprint) -> None:
         """Compare the state before the first optimizer step with the checkpoint that was loaded."""
@@ -369,7 +398,7 @@ class _RunWatch:
             reference_weights=(weights if self._reference is None else self._reference, weights),
             reference_scores=self._score_fixed_tokens(),
             reference_mover=self.fields.state.reference_mover,
-            replies=self._rewards.ask(self.calls, samples),
+            replies=[*self._rewards.ask(self.calls, samples), *self.evaluations.ask()],
             replays=self._replays.ask(talks, self._number),
         )
         self._reference, self._own_figures = weights, {}
@@ -502,7 +531,7 @@ class _RunWatch:
             self._step.blamed = self._culprits()
         self.fields.state.compare_state("code that runs after the optimizer step, such as a logger")
         resumed, self._resumed = self._resumed, []
-        return replace(self._evidence, step=self._step, edits=[*self.fields.take(), *resumed])
+        return replace(self._evidence, step=self._step, edits=[*self.fields.take(), *resumed, *self.evaluations.take()])
 
     def begin_next(self, number: int) -> None:
         """Begin the next rollout early, so that hooks before those of the audit are watched too."""

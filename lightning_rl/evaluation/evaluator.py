@@ -19,7 +19,7 @@ from lightning_rl.evaluation.questions import Questions, questions_of
 from lightning_rl.evaluation.records import Record, write_records
 from lightning_rl.evaluation.run import EvaluationRun, predict, warn_of_nan
 from lightning_rl.generation import SamplingParams
-from lightning_rl.rewards import Rewards
+from lightning_rl.rewards import RewardCall, Rewards
 from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.utils.trainer import log_folder
 
@@ -139,6 +139,11 @@ class Evaluator:
         records = predict(self.greedy, batch, sampler, rank=self._rank, seed=self.seed)
         self._predictions += records
         return records
+
+    @property
+    def latest_calls(self) -> list[tuple[Questions, Sequence[RewardCall]]]:
+        """Questions of the current validation or test with their reward calls in the latest batch."""
+        return list(zip(self._active.questions, self._active.calls, strict=True))
 
     @property
     def _active(self) -> EvaluationRun:

@@ -64,6 +64,7 @@ class EvaluationRun:
         self.unread: list[list[Answers]] = [[] for _ in questions]
         self.outcomes: list[list[Outcome]] = [[] for _ in questions]
         self.broken = [0 for _ in questions]
+        self.calls: list[Sequence[RewardCall]] = [() for _ in questions]
 
     def answer(self, batch: EvaluationBatch, sampler: Sampler) -> None:
         """Generate this rank's share of a batch in one call of the engine, score it, and update the tallies."""
@@ -77,6 +78,7 @@ class EvaluationRun:
             rollout, calls, failed = replace(sampler, rewards=questions.rewards).score(samples[number])
             self.outcomes[number] += samples[number].outcomes
             self.broken[number] += int((rollout.finish == FinishReason.FAILED).sum())
+            self.calls[number] = calls
             self.failing[number] += [call for call in calls if call.failures]
             texts = sampler.collectives.share(sampler.texts(sampler.answers(samples[number])))
             self._count(number, prompts, rollout, self.collectives.share(failed), texts)

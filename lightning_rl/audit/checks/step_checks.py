@@ -48,6 +48,12 @@ def resumed_state(evidence: Evidence) -> Sequence[Finding]:
     return [edit for edit in evidence.edits if edit.check == "resumed_state"]
 
 
+@check(cure="", of_step=True)
+def logged_evaluations(evidence: Evidence) -> Sequence[Finding]:
+    """``reward/task`` and ``pass@k`` of an evaluation follow from its rewards, and one sample per prompt is greedy."""
+    return [edit for edit in evidence.edits if edit.check == "logged_evaluations"]
+
+
 @check(
     culprit="stage update, the microbatches of the step",
     cure="run every microbatch of the plan once, with every trained row once in each pass",
