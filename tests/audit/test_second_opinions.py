@@ -73,3 +73,24 @@ def test_a_wrong_function_of_the_library_is_found(check: str, options: Any, wron
             tiny_module(**policy, **options, **critic), callbacks=[audit], data=data, max_steps=3, logger=CSVLogger(".")
         )
     assert {finding.check for finding in audit.findings} == ({check} if found else set()), audit.skipped
+
+
+def minus_the_mean(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
+    members = (groups[:, None] == groups) & rewarded
+    return scores - torch.where(members, scores, 0.0).sum(-1) / members.sum(-1).clamp(min=1)
+
+
+def zero_elsewhere(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
+    return torch.where(rewarded, minus_the_mean(scores, groups, rewarded), 0.0)
+
+
+@pytest.mark.parametrize(("advantages", "wrong"), [(minus_the_mean, True), (zero_elsewhere, False)])
+@pytest.mark.filterwarnings("ignore:.*the audit of rollout:UserWarning")
+def test_a_row_without_a_reward_has_no_advantage(advantages: Any, wrong: bool) -> None:
+    audit, data = (
+        SignalAudit(1, checks=["excluded_rows"]),
+        PromptDataModule([f"a b c {place}" for place in range(8)], 4),
+    )
+    module = tiny_module(policy=tiny_policy, tokenizer=tiny_tokenizer(), group_size=4, advantages=advantages)
+    fit(module, callbacks=[audit], data=data, max_steps=2)
+    assert bool(audit.findings) is wrong

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from lightning_rl.advantages import RowEstimator
 from lightning_rl.audit.audit_error import differences, rounding
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.stage_checks import Change, moved_rows
@@ -114,7 +115,10 @@ def masked_values(evidence: Evidence) -> Iterator[Finding]:
     cure="compute means and deviations over `rewarded` rows only",
 )
 def excluded_rows(evidence: Evidence) -> Iterator[Finding]:
-    """The reward of a row that is not rewarded (truncated, failed, excluded) changes no advantage of other rows."""
+    """The reward of a row that is not rewarded (truncated, failed, excluded) changes no advantage of other rows.
+
+    An estimator with one advantage per row gives such a row 0.
+    """
     rollout = evidence.groups
     if bool(rollout.rewarded.all()) and len(rollout):  # no row is left out here: leave out one row of each group
         first = torch.zeros_like(rollout.rewarded)
@@ -127,6 +131,15 @@ def excluded_rows(evidence: Evidence) -> Iterator[Finding]:
     rewards = torch.where(rewarded, rollout.rewards, outliers.to(rollout.rewards.dtype))
     findings = list(advantage_changes(evidence, rollout.replace(rewards=rewards)))
     yield from findings
+    left_out = ~rewarded & rollout.trained
+    if isinstance(evidence.algorithm.advantages, RowEstimator) and bool((evidence.advantages[left_out] != 0).any()):
+        yield Finding(
+            culprit=ESTIMATOR.format(**evidence.names),
+            expected="an advantage of 0 for rows outside `rewarded`",
+            observed="another one",
+            samples=rollout.sample_ids[left_out][:4].tolist(),
+            cure="return 0 for rows outside `rewarded`",
+        )
     if not findings and looks_within_groups(evidence) and bool(rewarded.any()):
         ours, theirs = evidence.advantages[rewarded], evidence.advantages_of(rollout.select(rewarded))
         atol = signal_rounding(rollout, rollout, evidence.advantages)[rewarded]
