@@ -16,6 +16,7 @@ from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.trainer import callbacks_of, is_own
 
 WEIGHTS, OPTIMIZER, SCHEDULE, DATA, CORRECTION = "weights", "optimizer", "schedule", "data", "correction "
+ROLLOUT = "rollout"
 HOOKS = ("on_load_checkpoint", "setup", "on_fit_start", "on_train_start", "on_train_epoch_start")
 NORM = 1e-3  # relative difference of two sums of a large tensor on two devices
 Fingerprint = Mapping[str, Mapping[str, Any]]
@@ -26,7 +27,10 @@ def of_checkpoint(checkpoint: Mapping[str, Any]) -> Fingerprint:
     """Return the fingerprint of a checkpoint, before any hook edits it."""
     averaged = "current_model_state" in checkpoint  # Lightning's WeightAveraging stores the mean beside the weights
     cursors = [own["cursor"] for own in checkpoint.values() if isinstance(own, dict) and "cursor" in own]
+    ranks = checkpoint.get("lightning_rl", {}).get("ranks", [])
+    current = ranks[0]["current"] if len(ranks) == 1 else None
     return {
+        ROLLOUT: {} if current is None else _names(current["rollout"]),
         WEIGHTS: {} if averaged else dict(_leaves(checkpoint.get("state_dict", {}))),
         OPTIMIZER: dict(_leaves(checkpoint.get("optimizer_states", []))),
         SCHEDULE: dict(_leaves(checkpoint.get("lr_schedulers", []))),
@@ -39,7 +43,9 @@ def _of_run(module: RLLightningModule) -> Fingerprint:
     trainer = module.trainer
     schedules = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
     corrections = [one for one in callbacks_of(trainer) if isinstance(one, RLCallback)]
+    current = module.run.current
     return {
+        ROLLOUT: {} if current is None else _names(current.rollout.state()),
         WEIGHTS: dict(_leaves(module.state_dict())),
         OPTIMIZER: dict(_leaves([optimizer.state_dict() for optimizer in trainer.optimizers])),
         SCHEDULE: dict(_leaves(schedules)),
@@ -102,6 +108,11 @@ def _culprit_of(part: str, module: RLLightningModule) -> str:
     if part == WEIGHTS and overrides(module, "load_state_dict", RLLightningModule):
         hooks.insert(0, f"module {type(module).__name__}.load_state_dict")
     return ", or ".join(hooks[:3]) or f"the loading of the checkpoint, its {part}"
+
+
+def _names(rollout: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the names of the fields of a stored rollout that have a value."""
+    return {path: True for path, _ in _leaves(rollout)}
 
 
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

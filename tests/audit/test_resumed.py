@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_rl import PromptDataModule, RLLightningModule
 from lightning_rl.audit import SignalAudit
+from lightning_rl.audit.resumed import of_checkpoint
 from lightning_rl.callbacks import AdaptiveKL, EntropyBonus, TruncatedIS
 
 ROWS = [[2 + row // 6, 8 + row % 6] for row in range(32)]
@@ -152,3 +153,10 @@ def test_a_part_that_a_resume_loses_is_found(tmp_path: Path, callbacks: Any, opt
     else:
         found = resume(tmp_path, list, lambda: [make() for make in callbacks], **options)
     assert len(found) == 1 and culprit in found[0]
+
+
+def test_a_fingerprint_names_the_fields_of_the_current_rollout() -> None:
+    rollout = {"rewards": torch.zeros(2), "old_logprobs": torch.zeros(2, 3)}
+    states = [{"current": {"rollout": fields}} for fields in (rollout, {"rewards": rollout["rewards"]})]
+    whole, without = (of_checkpoint({"lightning_rl": {"ranks": [state]}})["rollout"] for state in states)
+    assert whole.keys() - without.keys() == {"old_logprobs"}

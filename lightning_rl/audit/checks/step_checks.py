@@ -41,7 +41,8 @@ def quiet_hooks(evidence: Evidence) -> Sequence[Finding]:
 
 @check(cure="", of_step=True)
 def resumed_state(evidence: Evidence) -> Sequence[Finding]:
-    """After loading a checkpoint, a run has its weights, optimizer, schedule, cursor and states of corrections.
+    """After loading a checkpoint, a run has its weights, optimizer, schedule, cursor, fields of the rollout and states
+    of corrections.
 
     Subclasses of corrections save what their parents save.
     """
