@@ -196,6 +196,7 @@ DAILY = (
 )
 
 
+@pytest.mark.filterwarnings("ignore:.*trainable parameters are in no group of the optimizer")
 @pytest.mark.parametrize("schedule", [None, WARMUP], ids=["constant", "scheduled"])
 @pytest.mark.parametrize("row", rows_of_table(OPTIMIZERS, *DAILY))
 def test_the_new_optimizer_makes_the_first_resumed_step(row: str, schedule: Any, tmp_path: Path) -> None:

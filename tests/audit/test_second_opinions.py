@@ -35,8 +35,8 @@ def without_the_last(sampler: Sampler, rows: Any) -> list[str]:
     return TEXTS(sampler, [row[:-1] for row in rows])
 
 
-def shortened(encoder: Encoder, texts: Any, **options: Any) -> Any:
-    return {place: ids[:-1] for place, ids in TOKENIZE(encoder, texts, **options).items()}
+def shortened(encoder: Encoder, texts: Any, names: Any, **options: Any) -> Any:
+    return {place: ids[:-1] for place, ids in TOKENIZE(encoder, texts, names, **options).items()}
 
 
 ADAPTIVE = {"advantages": GAE(lam=LengthAdaptive(alpha=0.5))}
