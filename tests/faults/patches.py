@@ -198,8 +198,11 @@ def deaf_to_dual_clip(self: ClippedSurrogate, view: LossView) -> Tensor:
 SURROGATE = ClippedSurrogate.__call__
 
 
-def one_sequence(lengths: tuple[int, ...]) -> Any:
-    return RUNS(lengths) if len(lengths) <= 4 else ([(sum(lengths), 1)], [sum(lengths)])
+def one_sequence(lengths: tuple[tuple[int, int], ...]) -> Any:
+    if len(lengths) <= 4:
+        return RUNS(lengths)
+    sizes = sum(queries for queries, _ in lengths), sum(keys for _, keys in lengths)
+    return lightning_rl.policy.attention._Runs([1], [sizes[0]], [sizes[1]])  # noqa: SLF001
 
 
 RUNS = lightning_rl.policy.attention._runs  # noqa: SLF001
