@@ -32,7 +32,7 @@ class CISPO(PolicyLoss):
         anchor: Denominator of the ratio: ``"old"``, the policy before the update, or ``"rollout"``, the engine's.
 
     Raises:
-        ValueError: If a bound is out of range or the anchor is unknown.
+        ValueError: If a distance is out of range, the two are bounds such as 0.8 and 1.2, or the anchor is unknown.
     """
 
     clip_low: float = 1.0

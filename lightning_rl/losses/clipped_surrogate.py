@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from lightning_rl.corrections import LossView, Stat
 from lightning_rl.losses.policy_loss import RatioLoss
+from lightning_rl.signal.importance_ratios import check_distances
 from lightning_rl.signal.subgradients import clamp, maximum, minimum
 from lightning_rl.utils.arguments import check_numbers
 
@@ -34,7 +35,7 @@ class ClippedSurrogate(RatioLoss):
         dual_clip: Upper bound on the ratio of tokens with negative advantage, above 1; None for no bound.
 
     Raises:
-        ValueError: If a bound is out of range.
+        ValueError: If a distance is out of range, or the distances are bounds, such as 0.8 and 1.2.
 
     Example:
         >>> ratio, advantages = torch.tensor([[1.8, 1.0]]), torch.ones(1, 2)
@@ -70,6 +71,6 @@ class ClippedSurrogate(RatioLoss):
 
 
 def check_clip(clip_low: float, clip_high: float) -> None:
-    """Raise a ValueError unless ``0 <= clip_low <= 1`` and ``clip_high >= 0``."""
+    """Raise a ValueError unless ``0 <= clip_low <= 1`` and ``clip_high >= 0`` are distances from 1."""
     check_numbers(at_least=0, at_most=1, clip_low=clip_low)
-    check_numbers(at_least=0, clip_high=clip_high)
+    check_distances(clip_low=clip_low, clip_high=clip_high)

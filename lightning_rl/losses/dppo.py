@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from lightning_rl.corrections import LossView, Stat
 from lightning_rl.losses.policy_loss import RatioLoss
+from lightning_rl.signal.importance_ratios import check_distances
 from lightning_rl.signal.kl import binary_kl
 from lightning_rl.utils.arguments import check_choices, check_numbers
 
@@ -50,7 +51,7 @@ class DPPO(RatioLoss):
     def __post_init__(self) -> None:
         """Check the options."""
         check_choices(("tv", "kl"), divergence=self.divergence)
-        check_numbers(at_least=0, low=self.low, high=self.high)
+        check_distances(low=self.low, high=self.high)
         check_numbers(at_least=1, optional=True, cap=self.cap)
 
     def outside(self, view: LossView) -> Bool[Tensor, "B T"]:

@@ -9,10 +9,9 @@ from typing_extensions import override
 
 from lightning_rl.corrections import LossView
 from lightning_rl.losses.policy_loss import RatioLoss
-from lightning_rl.signal.importance_ratios import policy_ratio
+from lightning_rl.signal.importance_ratios import check_distances, policy_ratio
 from lightning_rl.signal.masked import row_mean
 from lightning_rl.signal.subgradients import clamp, minimum
-from lightning_rl.utils.arguments import check_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +31,7 @@ class GMPO(RatioLoss):
         clip_high: Distance of the upper bound of the log-ratio from 0, at least 0.
 
     Raises:
-        ValueError: If a bound is negative.
+        ValueError: If a distance is negative, or the two are bounds of the ratio, such as 0.67 and 1.49.
     """
 
     clip_low: float = 0.4
@@ -40,7 +39,7 @@ class GMPO(RatioLoss):
 
     def __post_init__(self) -> None:
         """Check the options."""
-        check_numbers(at_least=0, clip_low=self.clip_low, clip_high=self.clip_high)
+        check_distances(clip_low=self.clip_low, clip_high=self.clip_high, of_log_ratio=True)
 
     @override
     def __call__(self, view: LossView) -> Float[Tensor, "B T"]:

@@ -39,7 +39,7 @@ class GSPO(ClippedSurrogate):
             needs bounds wider than the mismatch of engine and trainer.
 
     Raises:
-        ValueError: If a bound is out of range or the anchor is unknown.
+        ValueError: If a distance is out of range, the two are bounds such as 0.8 and 1.2, or the anchor is unknown.
     """
 
     per_response: ClassVar[bool] = True

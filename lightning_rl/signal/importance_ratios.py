@@ -7,6 +7,7 @@ distance.
 """
 
 import math
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -50,6 +51,27 @@ def check_band(low: float, high: float) -> None:
     """Raise a ValueError unless ``0 <= low <= 1 <= high``."""
     check_numbers(at_least=0, at_most=1, low=low)
     check_numbers(at_least=1, high=high)
+
+
+def check_distances(*, of_log_ratio: bool = False, **distances: Any) -> None:
+    """Raise a ValueError unless a lower and an upper distance are at least 0, and are no bounds of the ratio itself.
+
+    As distances, bounds such as 0.8 and 1.2 would allow ratios from 0.2 to 2.2. No distances that are refused allow
+    ratios from 1 / c to c.
+
+    Args:
+        of_log_ratio: True for distances of the log-ratio from 0, False for distances of the ratio from 1.
+        distances: Lower and upper distance by name.
+    """
+    check_numbers(at_least=0, **distances)
+    low, high = distances.values()
+    if 0.6 <= low < 1 < high < 1.5:
+        right = (-math.log(low), math.log(high)) if of_log_ratio else (1 - low, high - 1)
+        cure = ", ".join(f"{name}={number:.3g}" for name, number in zip(distances, right, strict=True))
+        raise ValueError(
+            f"expected {' and '.join(distances)} to be distances, got {low} and {high}, which are bounds of the ratio: "
+            f"pass {cure}"
+        )
 
 
 def sequence_log_ratio(

@@ -78,6 +78,15 @@ def test_what_it_declares_is_what_it_needs(loss: PolicyLoss) -> None:
     [
         (ClippedSurrogate, {"clip_low": -0.1}, r"clip_low in \[0, 1\], got -0.1"),
         (ClippedSurrogate, {"clip_high": NAN}, r"clip_high >= 0, got nan"),
+        (
+            ClippedSurrogate,
+            {"clip_low": 0.8, "clip_high": 1.2},
+            r"expected clip_low and clip_high to be distances, got 0.8 and 1.2, .*: pass clip_low=0.2, clip_high=0.2",
+        ),
+        (GSPO, {"clip_low": 0.9997, "clip_high": 1.0004}, r"pass clip_low=0.0003, clip_high=0.0004"),
+        (CISPO, {"clip_low": 0.8, "clip_high": 1.28}, r"pass clip_low=0.2, clip_high=0.28"),
+        (GMPO, {"clip_low": 0.67, "clip_high": 1.49}, r"pass clip_low=0.4, clip_high=0.399$"),
+        (DPPO, {"low": 0.8, "high": 1.2}, r"pass low=0.2, high=0.2"),
         (ClippedSurrogate, {"dual_clip": 1.0}, r"dual_clip > 1 or None, got 1.0"),
         (GSPO, {"clip_low": 1.1}, r"clip_low in \[0, 1\], got 1.1"),
         (GSPO, {"clip_high": -1.0}, r"clip_high >= 0, got -1.0"),
