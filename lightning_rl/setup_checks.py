@@ -349,7 +349,8 @@ def build_optimizers(
     lacks some of the parameters.
 
     Raises:
-        ValueError: If nothing can be trained, or if a builder returns something else, or an optimizer of others.
+        ValueError: If nothing can be trained, a builder returns something else, or the optimizer has other parameters
+            or maximizes the loss.
     """
     check_trainable(groups)
     trained = {id(one) for group in groups for one in group["params"]}
@@ -417,6 +418,11 @@ def _build_optimizer(builder: OptimizerBuilder, groups: list[dict[str, Any]]) ->
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
             f"expected optimizer to build a torch.optim.Optimizer from a list of parameter groups, got {optimizer!r}"
+        )
+    if any(group.get("maximize") for group in optimizer.param_groups):
+        raise ValueError(
+            f"expected an optimizer that minimizes the loss, got {type(optimizer).__name__} with maximize=True, which "
+            "lowers the reward: remove it"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:

@@ -264,6 +264,14 @@ NUMBERS: dict[str, Case] = {
         "takes a step with one gradient, got LBFGS, .* use AdamW or SGD",
     ),
     "optimizer-own-closure": (fitted(optimizer=partial(Twice, lr=0.1)), "takes a step with one gradient, got Twice"),
+    "optimizer-ascent": (
+        fitted(optimizer=partial(torch.optim.AdamW, lr=0.1, maximize=True)),
+        "expected an optimizer that minimizes the loss, got AdamW with maximize=True, .*: remove it",
+    ),
+    "optimizer-ascent-of-a-group": (
+        fitted(optimizer=lambda groups: torch.optim.SGD([{**groups[0], "maximize": True}, *groups[1:]], lr=0.1)),
+        "minimizes the loss, got SGD with maximize=True",
+    ),
     "optimizer-rate-text": (
         fitted(optimizer=partial(torch.optim.AdamW, lr="1e-6")),  # pyrefly: ignore[bad-argument-type]
         "but it raised TypeError: .*options must be numbers, but YAML reads 1e-6 as a string: write 1.0e-6",

@@ -200,6 +200,12 @@ def forgotten_moments(trainer: Any, pl_module: Any, optimizer: Any) -> None:
     optimizer.state.clear()
 
 
+def climb(trainer: Any, pl_module: Any) -> None:
+    """Maximize the loss; at setup, the option would be refused."""
+    for group in trainer.optimizers[0].param_groups:
+        group["maximize"] = True
+
+
 def steps_ahead(trainer: Any, pl_module: Any, optimizer: Any) -> None:
     getattr(optimizer, "optimizer", optimizer).step()
 
@@ -351,7 +357,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "an optimizer that climbs",
         "optimizer|AdamW",
-        options={"optimizer": partial(AdamW, lr=0.05, maximize=True)},
+        callbacks=lambda: [hooks(on_train_start=climb)()],
+        options={"optimizer": partial(AdamW, lr=0.05)},
         data=lambda: tiny_prompts(16, 4),
     ),
 )
