@@ -289,11 +289,7 @@ def check_parts(*, engine: Any, sampling: Any, model: Any) -> None:
             f"expected an engine with state and version, got an uninitialized {name}: call super().__init__() in "
             f"{name}.__init__"
         )
-    if not sampling.temperature > 0:
-        raise ValueError(
-            "expected a temperature > 0 for training, got 0: greedy answers to a prompt are identical; only an "
-            "evaluation may be greedy"
-        )
+    sampling.check_random("training")
 
 
 def check_builders(*, optimizer: Any, lr_scheduler: Any) -> None:

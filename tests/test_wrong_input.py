@@ -141,7 +141,9 @@ MODELS: dict[str, Case] = {
 }
 
 DRAWING: dict[str, Case] = {
-    "greedy": (made(temperature=0.0), "a temperature > 0 for training, got 0: greedy answers .* are identical"),
+    "greedy": (made(temperature=0.0), "random sampling for training, got temperature=0, .* equal: raise temperature"),
+    "top_k-one": (made(top_k=1), "random sampling for training, got top_k=1, .* equal: raise top_k"),
+    "top_p-tiny": (made(top_p=1e-6), "random sampling for training, got top_p=1e-06, .* equal: raise top_p"),
     "temperature-text": (made(temperature="1"), "expected temperature >= 0, got '1'"),
     "temperature-nan": (made(temperature=math.nan), "expected temperature >= 0, got nan"),
     "top_k": (made(top_k=-1), "expected top_k to be a whole number of at least 0, got -1"),

@@ -81,11 +81,8 @@ class Evaluation:
             "sampling to be a SamplingParams, such as SamplingParams(temperature=0.6)",
             sampling,
         )
-        self._check(
-            self.samples == 1 or sampling is None or sampling.temperature > 0,
-            f"a temperature above 0, because samples={self.samples} greedy answers would all be the same",
-            sampling,
-        )
+        if self.samples > 1 and sampling is not None:
+            sampling.check_random(f"samples={self.samples} of evaluation {self.name}")
         pass_at = (self.pass_at,) if isinstance(self.pass_at, int) else self.pass_at
         wanted = {1, self.samples} if pass_at is None else set(pass_at)
         self._check(

@@ -33,11 +33,8 @@ def sampling_for(
     check_counts(1, samples=1 if samples is None else samples)
     for problem in filter_problems(sampling, engine):
         raise ValueError(problem)
-    if samples is not None and samples > 1 and sampling.temperature == 0:
-        raise ValueError(
-            f"expected a temperature above 0, because samples={samples} greedy answers would all be the same, got "
-            "0: pass temperature=1.0"
-        )
+    if samples is not None and samples > 1:
+        sampling.check_random(f"samples={samples}")
     return sampling
 
 

@@ -23,7 +23,7 @@ class SamplingParams:
 
     Args:
         temperature: Divisor of the logits; 0 is greedy, which only an evaluation may use.
-        top_k: Number of most likely tokens to keep, with ties of the last one; 0 keeps all.
+        top_k: Number of most likely tokens to keep, with ties of the last one; 0 keeps all, and 1 is greedy too.
         top_p: Smallest probability mass to keep, most likely tokens first, in (0, 1]; 1 keeps all.
         min_p: Share of the highest probability below which tokens are dropped, in [0, 1); 0 keeps all.
         max_new_tokens: Maximum number of tokens of a response.
@@ -64,6 +64,18 @@ class SamplingParams:
     def filters(self) -> bool:
         """True if a filter applies."""
         return self.temperature > 0 and (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
+
+    def check_random(self, use: str) -> None:
+        """Raise ValueError if only the likeliest token can be sampled; ``use`` is what needs different samples.
+
+        The likeliest token has at least the mass 1 / V, and no model has a vocabulary of more than a million tokens.
+        """
+        greedy = {"temperature": self.temperature == 0, "top_k": self.top_k == 1, "top_p": self.top_p <= 1e-6}
+        for name in (name for name, alone in greedy.items() if alone):
+            raise ValueError(
+                f"expected random sampling for {use}, got {name}={getattr(self, name):g}, with which all samples of a "
+                f"prompt are equal: raise {name}"
+            )
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:

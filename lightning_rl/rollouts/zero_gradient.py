@@ -13,7 +13,6 @@ from typing_extensions import override
 from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.data import StepIndex
 from lightning_rl.distributed import RunEndError
-from lightning_rl.generation import SamplingParams
 from lightning_rl.rollout import Rollout
 from lightning_rl.utils.arguments import check_counts
 
@@ -84,7 +83,7 @@ class StopOnZeroGradient(Callback):
         if outputs:
             self.note(outputs["optim/grad_norm"], self._rates)
         if batch.step == pl_module.steps_per_rollout - 1:
-            self.end_rollout(batch.rollout, pl_module.run.corrections, pl_module.run.sampling)
+            self.end_rollout(batch.rollout, pl_module.run.corrections)
 
     def note(self, norm: Tensor, rates: Sequence[float]) -> None:
         """Record the gradient norm of an optimizer step and the learning rate of each parameter group.
@@ -95,7 +94,7 @@ class StopOnZeroGradient(Callback):
         self.learning = self.learning or (has_gradient and moves)
         self.stopped = self.stopped or (has_gradient and not moves)
 
-    def end_rollout(self, number: int, corrections: Corrections, sampling: SamplingParams) -> None:
+    def end_rollout(self, number: int, corrections: Corrections) -> None:
         """Update the count after the last step of a rollout.
 
         Warns once of rollouts in a row: of the first without a trained token, or at half of ``patience``.
@@ -106,7 +105,7 @@ class StopOnZeroGradient(Callback):
         if taught:
             self.warned = False
             return
-        self.reason = f"{STOPPED} ({_last(self.figures)})" if stopped else _reason(self.figures, corrections, sampling)
+        self.reason = f"{STOPPED} ({_last(self.figures)})" if stopped else _reason(self.figures, corrections)
         patience = math.inf if self.patience is None else self.patience
         if self.warned:
             self.over = self.count >= patience
@@ -154,9 +153,9 @@ def row_counts(rollout: Rollout) -> dict[str, Stat]:
     return {name: Stat.single(mask.sum()).sum() for name, mask in counts.items()}
 
 
-def _reason(figures: Mapping[str, float], corrections: Corrections, sampling: SamplingParams) -> str:
+def _reason(figures: Mapping[str, float], corrections: Corrections) -> str:
     """Return the cause of a zero gradient, the change to make, and the metrics that show it."""
-    return f"{_cause(figures, corrections, sampling)} ({_last(figures)})"
+    return f"{_cause(figures, corrections)} ({_last(figures)})"
 
 
 def _last(figures: Mapping[str, float]) -> str:
@@ -169,9 +168,9 @@ def count_names(figures: Mapping[str, float]) -> list[str]:
     return [name for name in figures if "/" not in name]
 
 
-def _cause(figures: Mapping[str, float], corrections: Corrections, sampling: SamplingParams) -> str:
+def _cause(figures: Mapping[str, float], corrections: Corrections) -> str:
     if not figures.get("rows"):
-        return f"every group was filtered by {_names(corrections, 'keep_groups')}, {_equal(figures, sampling)}"
+        return f"every group was filtered by {_names(corrections, 'keep_groups')}, {_equal(figures)}"
     if not figures["trained tokens"] and figures.get("engine/aborted", 0.0) >= figures["rows"]:
         return "the engine aborted every sample (FinishReason.ABORT): check its log and its context length"
     if not figures["trained tokens"]:
@@ -180,21 +179,19 @@ def _cause(figures: Mapping[str, float], corrections: Corrections, sampling: Sam
     if not figures["rewarded rows"]:
         return "no row has a reward: check that the reward functions apply to this data and that no mask drops them all"
     if not figures["tokens with an advantage"]:
-        return f"every advantage is zero, {_equal(figures, sampling)}"
+        return f"every advantage is zero, {_equal(figures)}"
     masks = _names(corrections, "sequence_mask", "token_mask", "token_weight")
     truncated = " Raise max_new_tokens, since most responses were truncated." if _runs_long(figures) else ""
     return f"the gradient is zero, because {masks} masked every token with an advantage: loosen them.{truncated}"
 
 
-def _equal(figures: Mapping[str, float], sampling: SamplingParams) -> str:
-    """Return why the rewards of each group are equal, and a change that can help with these sampling parameters."""
+def _equal(figures: Mapping[str, float]) -> str:
+    """Return why the rewards of each group are equal, and a change that can help."""
     groups, solved, unsolved = (figures[f"groups/{name}"] for name in ("sampled", "solved", "unsolved"))
     cause = (
         f"because the rewards of each prompt's samples are all equal ({solved / groups:.0%} of the groups solved, "
         f"{unsolved / groups:.0%} unsolved)"
     )
-    if sampling.top_k == 1:
-        return f"{cause}, as with top_k=1 all samples of a prompt are: raise top_k"
     difficulty = "harder" if solved == groups else "easier" if unsolved == groups else "easier or harder"
     longer = " Raise max_new_tokens, since most responses were truncated." if _runs_long(figures) else ""
     return (

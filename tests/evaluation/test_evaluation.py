@@ -40,8 +40,9 @@ def test_an_evaluation_says_what_it_measures() -> None:
         ),
         (
             {"samples": 4, "sampling": SamplingParams(temperature=0)},
-            "expected a temperature above 0, because samples=4 greedy answers would all be the same",
+            "expected random sampling for samples=4 of evaluation a, got temperature=0, .* equal: raise temperature",
         ),
+        ({"samples": 4, "sampling": SamplingParams(top_k=1)}, "samples=4 of evaluation a, got top_k=1, .* raise top_k"),
     ],
 )
 def test_a_wrong_option_is_named(options: dict[str, Any], message: str) -> None:
