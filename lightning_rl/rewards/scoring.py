@@ -2,12 +2,14 @@
 
 import inspect
 import math
+import re
 import time
 import traceback
 import warnings
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple, Self, cast
 
@@ -133,8 +135,7 @@ class Rewards:
         """
         for name, function in self.by_name.items():
             CallStyle.of(name, function, list(columns))
-            function = function.reward if isinstance(function, SubprocessReward) else function
-            for column, option in getattr(function, "columns_read", {}).items():
+            for column, option in getattr(_inner(function), "columns_read", {}).items():
                 column_of(dict.fromkeys(columns, ()), column, 0, option=option, reward=function)
 
     def __call__(
@@ -242,6 +243,29 @@ class Rewards:
         failed = failed | overflow
         scored = applied & ~failed
         return Scores(torch.where(scored, total, 0.0), raw, scored, failed, calls)
+
+
+def _inner(function: Reward) -> Reward:
+    """Return the function that a SubprocessReward calls."""
+    return function.reward if isinstance(function, SubprocessReward) else function
+
+
+def may_read(function: Reward, column: str) -> bool:
+    """Return False if a function does not read a column, by its ``columns_read``, its signature and its source."""
+    function = _inner(function)
+    if (declared := getattr(function, "columns_read", None)) is not None:
+        return column in declared
+    try:
+        parameters = inspect.signature(function).parameters
+        rest = next((name for name, one in parameters.items() if one.kind is one.VAR_KEYWORD), None)
+        if rest is None or column in parameters:
+            return column in parameters
+        called = function.func if isinstance(function, partial) else function
+        source = inspect.getsource(called if inspect.isroutine(called) else type(called))
+    except (OSError, TypeError, ValueError):  # without signature or source
+        return True
+    whole = re.findall(rf"\b{rest}\b(?!\[[\"']|\.get\([\"'])", source)  # one is in the signature
+    return column in source or len(whole) > 1
 
 
 def _pairs(rewards: RewardSource) -> dict[str, tuple[Any, Any]]:

@@ -10,6 +10,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_rl.corrections import Corrections
+from lightning_rl.rewards import Rewards
+from lightning_rl.rewards.scoring import may_read
 from lightning_rl.utils.trainer import callbacks_of, has_terminal
 
 COLUMNS = {"reward": "reward/task", "kl": "kl/rollout", "length": "length/mean"}
@@ -40,7 +42,12 @@ class RolloutLog:
         self._warned = set[str]()
 
     def end_rollout(
-        self, trainer: Trainer, number: int, figures: Mapping[str, float], corrections: Corrections
+        self,
+        trainer: Trainer,
+        number: int,
+        figures: Mapping[str, float],
+        corrections: Corrections,
+        rewards: Rewards,
     ) -> None:
         """Print the line of a rollout unless something shows it, and warn of its rewards.
 
@@ -49,13 +56,18 @@ class RolloutLog:
             number: Number of the rollout.
             figures: Metrics of the rollout over all ranks.
             corrections: Corrections of the run.
+            rewards: Reward functions of the run.
         """
         now = time.monotonic()
         if not has_terminal() and not any(getattr(one, "prints_rollouts", False) for one in callbacks_of(trainer)):
             rank_zero_info(plain_line(trainer, now - self._began))
         self._began = now
         masking = [type(callback).__name__ for callback in corrections.contributors("reward_mask", "exclude")]
-        reasons = {"masked": masked_reason(figures, masking), "fell": fall_reason(figures, self._before)}
+        reasons = {
+            "masked": masked_reason(figures, masking),
+            "fell": fall_reason(figures, self._before),
+            "unread": unread_reason(figures, rewards),
+        }
         groups, unsolved = figures.get("groups/sampled"), figures.get("groups/unsolved")
         if groups is not None and unsolved is not None:
             self._before.append(Groups(groups - unsolved, groups, figures.get("reward/task", 0.0)))
@@ -82,6 +94,17 @@ def masked_reason(figures: Mapping[str, float], masking: list[str]) -> str:
     return (
         f"{' and '.join(masking)} masked the rewards of {1 - kept / rows:.0%} of the rows, and the policy learns from "
         f"the others alone: {long}A policy whose responses are nearly all masked learns nothing, not even to end them"
+    )
+
+
+def unread_reason(figures: Mapping[str, float], rewards: Rewards) -> str:
+    """Return a warning if an environment gave rewards that no reward function reads, else ``""``."""
+    given = any(name.startswith("env/") and name.endswith("/reward") for name in figures)
+    if not given or any(may_read(function, "environment_reward") for function in rewards.by_name.values()):
+        return ""
+    return (
+        "the environment gave rewards, and no reward function reads them: pass rewards=[EnvironmentReward(), ...] with "
+        "the class of lightning_rl.environments, or give it the weight 0 to log them alone"
     )
 
 

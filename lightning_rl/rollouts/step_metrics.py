@@ -61,7 +61,7 @@ class StepMetrics(CoreCallback):
         self._checked = True
         if batch.step == pl_module.steps_per_rollout - 1:
             check_rollout_end(trainer, pl_module)
-            self._log.end_rollout(trainer, batch.rollout, run.rollout_figures, run.corrections)
+            self._log.end_rollout(trainer, batch.rollout, run.rollout_figures, run.corrections, pl_module.rewards)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:

@@ -18,7 +18,7 @@ from lightning_rl import Evaluation, FinishReason, PromptDataModule, RLLightning
 from lightning_rl.advantages import ReinforcePlusPlus
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import NoEOSMask, ReferenceKL, RouterReplay, TruncatedIS
-from lightning_rl.environments import TokenStep
+from lightning_rl.environments import EnvironmentReward, TokenStep
 from lightning_rl.environments.outcome import DEFAULT
 from lightning_rl.environments.run_environments import RowCheck
 from lightning_rl.generation import Completion, Request, TransformersEngine
@@ -243,6 +243,25 @@ def test_rewards_are_told_what_was_said_and_what_the_environment_gave() -> None:
     assert all(len(row) <= 3 for row in ids)
 
 
+def ignoring(prompts: Any, completions: Any, **_: Any) -> list[float]:
+    return [float(row % 2) for row in range(len(prompts))]
+
+
+@pytest.mark.parametrize("environment", [Echo, {DEFAULT: Echo}, {"one": Echo, "two": Echo}])
+def test_rewards_of_an_environment_that_no_function_reads_are_warned_of_once(environment: Any) -> None:
+    rows = [{"prompt": [2 + place], "environment": "one"} for place in range(8)]
+    with pytest.warns(UserWarning, match="rollout 0: the environment gave rewards") as caught:
+        fit(talking_module(rewards=ignoring, environment=environment), data=PromptDataModule(rows, 4))
+    texts = [str(one.message) for one in caught if "no reward function reads" in str(one.message)]
+    assert len(texts) == 1 and "rewards=[EnvironmentReward(), ...]" in texts[0]
+
+
+@pytest.mark.parametrize("further", [{}, {"environment": (EnvironmentReward(), 0.0)}])
+def test_rewards_are_warned_of_only_if_an_environment_gave_them_and_nothing_reads_them(further: Any) -> None:
+    module = talking_module(rewards={"own": ignoring, **further}, environment=Echo if further else Rewardless)
+    fit(module, data=PromptDataModule([{"prompt": [2 + place]} for place in range(8)], 4))
+
+
 def test_one_environment_for_each_row_by_a_column() -> None:
     rows = [{"prompt": [2 + place], "environment": "quiet" if place % 2 else "echo"} for place in range(8)]
     module = talking_module(environment={"echo": Echo, "quiet": Quiet})
@@ -308,6 +327,14 @@ def test_a_single_environment_with_a_name_is_held_against_the_column_too() -> No
     check = RowCheck(("echo",))
     assert (check({}, "row"), check({"environment": "echo"}, "row")) == ("echo", "echo")
     assert RowCheck((DEFAULT,))({"environment": "quiet"}, "row") == DEFAULT
+
+
+class Rewardless(Echo):
+    """Ends after the first answer, without a reward."""
+
+    @override
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
+        return TokenStep(done=True)
 
 
 class Quiet(Echo):

@@ -4,6 +4,7 @@ import asyncio
 import re
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from transformers import TrainerState
 
 from lightning_rl import PromptDataModule
 from lightning_rl.audit.checks.reward_checks import rows_valued_otherwise
-from lightning_rl.rewards import Rewards, Scores
+from lightning_rl.rewards import ExactMatch, Rewards, Scores, SubprocessReward
+from lightning_rl.rewards.scoring import may_read
 
 CHAT = [{"role": "user", "content": "a b"}]
 
@@ -51,6 +53,36 @@ async def judged(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
 
 def test_functions_that_take_completions_alone_are_called_by_keyword() -> None:
     assert scores(reward_len).total.tolist() == [17.0, 2.0]
+
+
+def by_name(completions: Any, environment_reward: Any, **_: Any) -> Any:
+    return environment_reward
+
+
+def by_key(completions: Any, **columns: Any) -> Any:
+    return columns["environment_reward"]
+
+
+def by_passing_on(prompts: Any, completions: Any, **columns: Any) -> Any:
+    return by_key(completions, **columns)
+
+
+def by_another_key(completions: Any, **columns: Any) -> Any:
+    return [float(text == columns["answer"]) for text in completions]
+
+
+@pytest.mark.parametrize(
+    ("function", "reads"),
+    [
+        (by_name, True), (by_key, True), (by_passing_on, True), (lambda *rows, **rest: (rows, rest), True),
+        (SubprocessReward(by_name), True), (partial(by_key, place=0), True),
+        (ExactMatch(answer="environment_reward"), True),
+        (by_another_key, False), (positional, False), (reward_len, False), (SubprocessReward(positional), False),
+        (ExactMatch(), False),
+    ],
+)  # fmt: skip
+def test_a_function_reads_a_column_if_its_signature_or_its_source_may(function: Any, reads: bool) -> None:
+    assert may_read(function, "environment_reward") == reads
 
 
 def test_names_of_ones_own_are_called_by_place() -> None:
