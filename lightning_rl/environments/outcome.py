@@ -108,12 +108,12 @@ class EnvironmentReward:
     """Sum of the rewards of a conversation's turns.
 
     Args:
-        nothing: Reward of a conversation whose environment gave none, such as one that ends at a limit; None for no
-            reward, so that it enters no statistic. A conversation without any answer never has a reward.
+        nothing: Reward of a conversation whose environment gave none, because a limit or the environment ended it
+            first; None for no reward, so that it enters no statistic. A conversation without any answer never has one.
 
     Example:
-        >>> EnvironmentReward()(["?"], ["4"], environment_reward=[1.0])
-        [1.0]
+        >>> EnvironmentReward()(["?", "?"], ["4", "5"], environment_reward=[1.0, None])
+        [1.0, 0.0]
     """
 
     def __init__(self, nothing: float | None = 0.0) -> None:

@@ -1,5 +1,6 @@
 """Fits over conversations: what the policy drew trains, and nothing moves with microbatches, order or a resume."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,7 @@ from lightning_rl.environments.run_environments import RowCheck
 from lightning_rl.generation import Completion, Request, TransformersEngine
 from lightning_rl.policy.sampling_mask import holds
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK, TURN_REWARDS, TURNS
-from lightning_rl.rollouts.sample import Sampler
+from lightning_rl.rollouts.sample import Sampler, solve_counts
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*pre-optimization state.*:UserWarning",
@@ -260,6 +261,18 @@ def test_rewards_of_an_environment_that_no_function_reads_are_warned_of_once(env
 def test_rewards_are_warned_of_only_if_an_environment_gave_them_and_nothing_reads_them(further: Any) -> None:
     module = talking_module(rewards={"own": ignoring, **further}, environment=Echo if further else Rewardless)
     fit(module, data=PromptDataModule([{"prompt": [2 + place]} for place in range(8)], 4))
+
+
+@pytest.mark.parametrize(("nothing", "counted"), [(0.0, 16), (None, 0)])
+def test_a_conversation_that_ends_without_a_reward_counts_as_0_unless_nothing_is_none(
+    nothing: float | None, counted: int
+) -> None:
+    module = talking_module(rewards={"given": EnvironmentReward(nothing)}, environment=Rewardless)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of rows and validations without a reward
+        (rollout, *_) = rollouts_of(module)
+    assert int(rollout.rewarded.sum()) == counted and not rollout.rewards.any()
+    assert solve_counts(rollout) == (0, 4 if counted else 0)
 
 
 def test_one_environment_for_each_row_by_a_column() -> None:
