@@ -187,6 +187,7 @@ class RLLightningModule(BaseModule):
         current, stats = self.finish_rollout(groups.rollout, number)
         stats = {**groups.stats, **stats, **self.data_module.stats()}
         self.run.begin_rollout(current, step_index.index, stats, groups.logged)
+        self.run.constant_calls = groups.constant_calls
 
     def finish_rollout(self, rollout: Rollout, number: int) -> tuple[CurrentRollout, dict[str, Stat]]:
         """Add plan, log-probabilities and advantages, and pass the rollout to observers; return it and its metrics."""

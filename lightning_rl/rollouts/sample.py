@@ -32,6 +32,7 @@ from lightning_rl.generation import Completion, Engine, EngineError, Request, Sa
 from lightning_rl.generation.validate_completions import Answers
 from lightning_rl.policy.sampling_mask import holds
 from lightning_rl.rewards import RewardCall, Rewards
+from lightning_rl.rewards.constant_calls import describe_constant_calls
 from lightning_rl.rewards.correctness import deciding_scores
 from lightning_rl.rewards.reward_failures import RewardSummary, check_failures, report_failures, was_cut_short
 from lightning_rl.rewards.subprocess_reward import Submitted
@@ -111,11 +112,13 @@ class ScoredGroups(NamedTuple):
         rollout: Rows of the groups.
         stats: Counts of sampled groups, filtered groups, aborted rows, and rows that rewards failed on.
         logged: Metrics that reward functions logged; their names may differ between rollouts.
+        constant_calls: Text of :func:`describe_constant_calls`.
     """
 
     rollout: Rollout
     stats: dict[str, Stat]
     logged: dict[str, Stat]
+    constant_calls: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +237,8 @@ class Sampler:
         counts |= {"groups/solved": solved, "groups/unsolved": unsolved}
         counts |= {"engine/aborted": aborted, **self._count_failures(calls, torch.cat(failed))}
         stats = {name: Stat.single(count).sum() for name, count in counts.items()}
-        return ScoredGroups(concatenate(parts), stats, logged)
+        weighted = [call for call in calls if self.rewards.weights[call.name]]
+        return ScoredGroups(concatenate(parts), stats, logged, describe_constant_calls(weighted))
 
     def _failing_together(self, what: str) -> AbstractContextManager[object]:
         """Return a context in which all ranks fail if one does; no-op where ranks shard layers."""

@@ -55,6 +55,7 @@ class RunState:
         times: Seconds by phase.
         rollout_stats: Logged metrics of the current rollout.
         rollout_figures: Their values over all ranks, with those of rewards and the numbers of rows and tokens.
+        constant_calls: Calls of reward functions that all returned one constant in the last rollout, as text.
         failed_folder: Folder for samples with failed rewards.
         begun: Index of the last optimizer step that began.
         stepping: True while the optimizer updates weights, so that some may be old and some new.
@@ -84,6 +85,7 @@ class RunState:
     times: PhaseTimes = field(default_factory=PhaseTimes)
     rollout_stats: dict[str, Stat] = field(default_factory=dict)
     rollout_figures: Mapping[str, float] = field(default_factory=dict)
+    constant_calls: str = ""
     failed_folder: Path | None = None
     begun: StepIndex | None = None
     stepping: bool = False

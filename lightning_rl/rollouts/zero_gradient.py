@@ -83,7 +83,7 @@ class StopOnZeroGradient(Callback):
         if outputs:
             self.note(outputs["optim/grad_norm"], self._rates)
         if batch.step == pl_module.steps_per_rollout - 1:
-            self.end_rollout(batch.rollout, pl_module.run.corrections)
+            self.end_rollout(batch.rollout, pl_module.run.corrections, pl_module.run.constant_calls)
 
     def note(self, norm: Tensor, rates: Sequence[float]) -> None:
         """Record the gradient norm of an optimizer step and the learning rate of each parameter group.
@@ -94,10 +94,15 @@ class StopOnZeroGradient(Callback):
         self.learning = self.learning or (has_gradient and moves)
         self.stopped = self.stopped or (has_gradient and not moves)
 
-    def end_rollout(self, number: int, corrections: Corrections) -> None:
+    def end_rollout(self, number: int, corrections: Corrections, constant_calls: str = "") -> None:
         """Update the count after the last step of a rollout.
 
         Warns once of rollouts in a row: of the first without a trained token, or at half of ``patience``.
+
+        Args:
+            number: Number of the rollout.
+            corrections: Corrections of the run.
+            constant_calls: Calls of reward functions that all returned one constant, as text.
         """
         stopped, taught = self.stopped, self.learning
         self.stopped = self.learning = False
@@ -105,7 +110,9 @@ class StopOnZeroGradient(Callback):
         if taught:
             self.warned = False
             return
-        self.reason = f"{STOPPED} ({_last(self.figures)})" if stopped else _reason(self.figures, corrections)
+        self.reason = (
+            f"{STOPPED} ({_last(self.figures)})" if stopped else _reason(self.figures, corrections, constant_calls)
+        )
         patience = math.inf if self.patience is None else self.patience
         if self.warned:
             self.over = self.count >= patience
@@ -153,9 +160,9 @@ def row_counts(rollout: Rollout) -> dict[str, Stat]:
     return {name: Stat.single(mask.sum()).sum() for name, mask in counts.items()}
 
 
-def _reason(figures: Mapping[str, float], corrections: Corrections) -> str:
+def _reason(figures: Mapping[str, float], corrections: Corrections, constant_calls: str) -> str:
     """Return the cause of a zero gradient, the change to make, and the metrics that show it."""
-    return f"{_cause(figures, corrections)} ({_last(figures)})"
+    return f"{_cause(figures, corrections, constant_calls)} ({_last(figures)})"
 
 
 def _last(figures: Mapping[str, float]) -> str:
@@ -168,9 +175,9 @@ def count_names(figures: Mapping[str, float]) -> list[str]:
     return [name for name in figures if "/" not in name]
 
 
-def _cause(figures: Mapping[str, float], corrections: Corrections) -> str:
+def _cause(figures: Mapping[str, float], corrections: Corrections, constant_calls: str) -> str:
     if not figures.get("rows"):
-        return f"every group was filtered by {_names(corrections, 'keep_groups')}, {_equal(figures)}"
+        return f"every group was filtered by {_names(corrections, 'keep_groups')}, {_equal(figures, constant_calls)}"
     if not figures["trained tokens"] and figures.get("engine/aborted", 0.0) >= figures["rows"]:
         return "the engine aborted every sample (FinishReason.ABORT): check its log and its context length"
     if not figures["trained tokens"]:
@@ -179,13 +186,13 @@ def _cause(figures: Mapping[str, float], corrections: Corrections) -> str:
     if not figures["rewarded rows"]:
         return "no row has a reward: check that the reward functions apply to this data and that no mask drops them all"
     if not figures["tokens with an advantage"]:
-        return f"every advantage is zero, {_equal(figures)}"
+        return f"every advantage is zero, {_equal(figures, constant_calls)}"
     masks = _names(corrections, "sequence_mask", "token_mask", "token_weight")
     truncated = " Raise max_new_tokens, since most responses were truncated." if _runs_long(figures) else ""
     return f"the gradient is zero, because {masks} masked every token with an advantage: loosen them.{truncated}"
 
 
-def _equal(figures: Mapping[str, float]) -> str:
+def _equal(figures: Mapping[str, float], constant_calls: str) -> str:
     """Return why the rewards of each group are equal, and a change that can help."""
     groups, solved, unsolved = (figures[f"groups/{name}"] for name in ("sampled", "solved", "unsolved"))
     cause = (
@@ -194,8 +201,10 @@ def _equal(figures: Mapping[str, float]) -> str:
     )
     difficulty = "harder" if solved == groups else "easier" if unsolved == groups else "easier or harder"
     longer = " Raise max_new_tokens, since most responses were truncated." if _runs_long(figures) else ""
+    calls = f" Test the rewards on a right answer, since all calls gave one value: {constant_calls}."
     return (
         f"{cause}: take {difficulty} prompts, a reward with partial credit, a larger group_size or temperature.{longer}"
+        f"{calls if constant_calls else ''}"
     )
 
 

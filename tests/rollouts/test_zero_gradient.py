@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import EOS, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts
+from kit.support import EOS, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
 from torch.optim import AdamW
 
-from lightning_rl import RLCallback, RLLightningModule, warmup_then_linear
+from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, warmup_then_linear
 from lightning_rl.callbacks import DynamicSampling, EntropyBonus, NoEOSMask
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.corrections import Corrections
@@ -93,6 +93,29 @@ def test_advantages_that_are_all_zero_end_the_run_though_steps_are_made(tmp_path
     with pytest.warns(UserWarning, match="rollout 1 taught"), ending:
         run(folder=tmp_path, minibatches_per_rollout=2)
     assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == 6
+
+
+@pytest.mark.parametrize(
+    ("prompt", "call"),
+    [
+        ([2, 3], r"exact\(completion='[a-n ]*' \(str\), answer=4 \(int\)\) = 0"),
+        (
+            [{"role": "user", "content": "a"}],
+            r"exact\(completion=\[\{'role': 'assistant', .* \(list\), answer=4 \(int\)\) = 0",
+        ),
+    ],
+)
+def test_the_message_shows_a_call_of_a_reward_that_is_one_constant(prompt: Any, call: str) -> None:
+    def exact(completions: Any, answer: Any, **_: Any) -> list[float]:
+        return [float(text == truth) for text, truth in zip(completions, answer, strict=True)]
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    data = PromptDataModule([{"prompt": prompt, "answer": 4, "other": "x"}] * 8, 4)
+    module = tiny_module(rewards={"exact": exact, "varied": (parity_reward, 0.0)}, tokenizer=tokenizer, patience=12)
+    told = pytest.warns(UserWarning, match=f"taught the policy nothing: every advantage is zero.*{call}")
+    with told, pytest.raises(IdleRunError, match=f"Test the rewards on a right answer, since all calls .*{call}"):
+        fit(module, data=data, max_epochs=20, max_steps=30)
 
 
 def test_rows_without_a_reward_are_the_reason_that_is_named() -> None:
