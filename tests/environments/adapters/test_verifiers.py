@@ -283,6 +283,7 @@ def test_one_that_blocks_in_this_process_ends_the_run(folder: str, plugins: None
     assert "BlockedEventLoopError: expected an episode that ends within 0.5 s" in ended.stderr
 
 
+@pytest.mark.filterwarnings("ignore:rollout 0. the environment gave rewards")
 def test_what_was_said_reaches_the_rewards_in_words(make: Any) -> None:
     talks: list[Any] = []
 
