@@ -35,6 +35,7 @@ class Benchmark(NamedTuple):
 
 BENCHMARKS = (
     Benchmark("against_trl", needs=TRL),
+    Benchmark("bound"),
     Benchmark("update"),
     Benchmark("compile"),
     Benchmark("generation", python=VLLM if VLLM.exists() else OWN),

@@ -13,9 +13,9 @@ from functools import partial
 from statistics import median
 
 import torch
+from bare import add_gradient, step
 from jsonargparse import auto_cli
 from measure import Report, take_turns
-from torch.nn import functional
 from torch.optim import AdamW
 from transformers import Qwen2ForCausalLM
 from workload import PROMPT, SIZES, VOCABULARY, Lengths, lengths_of, qwen2
@@ -26,7 +26,7 @@ from lightning_rl.callbacks import OPSM, NoEOSMask, RolloutKL, TruncatedIS
 from lightning_rl.corrections import Corrections
 from lightning_rl.metrics import MetricLog
 from lightning_rl.policy import Microbatch, PolicyModel, make_plan
-from lightning_rl.policy.packing import PACKED_ATTENTION, packed_attention
+from lightning_rl.policy.packing import PACKED_ATTENTION
 from lightning_rl.update import accumulate_gradient
 
 ROWS, GROUP, LONGEST, BUDGET = 256, 8, 64, 2560
@@ -54,22 +54,9 @@ def random_rollout(kind: Lengths, rows: int, prompt: int = PROMPT) -> Rollout:
 
 
 def bare_update(model: Qwen2ForCausalLM, optimizer: AdamW, rollout: Rollout, microbatches: Microbatches) -> int:
-    """Make an optimized plain step (PPO clip, token mean, clipped norm, fused step); return the number of tokens."""
-    total, worked = int(rollout.valid_tokens.sum()), 0
-    old, advantages = rollout.require("old_logprobs"), rollout.require("advantages")
-    for microbatch in microbatches:
-        layout = microbatch.layout
-        rows = microbatch.index[layout.rows]
-        with packed_attention(layout) as arguments:
-            options = {"position_ids": layout.position_ids} if layout.lengths else {}
-            hidden = model.model(input_ids=layout.input_ids, use_cache=False, **options, **arguments).last_hidden_state
-        scores = functional.linear(hidden.flatten(0, 1)[layout.source], model.lm_head.weight).log_softmax(-1)
-        logprobs = scores.gather(-1, layout.targets[:, None])[:, 0]
-        ratio, advantage = (logprobs - old[rows, layout.columns]).exp(), advantages[rows, layout.columns]
-        loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / total
-        loss.backward()
-        worked += len(logprobs)
-    _step(model, optimizer)
+    """Make a step of the bare loop; return the number of tokens."""
+    worked = add_gradient(model, rollout, microbatches)
+    step(model, optimizer)
     return worked
 
 
@@ -90,14 +77,8 @@ def stage_update(
     log = MetricLog()
     for stats in gradient.stats:
         log.add("microbatch", stats)
-    _step(policy, optimizer)
+    step(policy, optimizer)
     return int(gradient.joint("policy/entropy")[0])
-
-
-def _step(model: torch.nn.Module, optimizer: AdamW) -> None:
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def main(*, rounds: int = 7, threads: int = 1, quick: bool = False, prompt: int = PROMPT) -> None:

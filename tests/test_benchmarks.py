@@ -12,11 +12,13 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 SHARED = {
     "addition",
+    "bare",
     "learning_curves",
     "measure",
     "paced",
     "run",
     "sides",
+    "side_of_bare",
     "side_of_library",
     "side_of_trl",
     "workload",
