@@ -21,7 +21,7 @@ from lightning_rl.audit.subsample import calls_again, order_of
 from lightning_rl.data.row_schema import TOOLS, own_variables
 from lightning_rl.environments import Action, Environment, ObjectEnvironment, ToolEnvironment
 from lightning_rl.environments.messages import REWRITTEN, message_of
-from lightning_rl.environments.parsing import plain_text
+from lightning_rl.environments.parsing import truncated_parser
 from lightning_rl.environments.run_environments import STARTS, Environments, environment_of
 from lightning_rl.environments.tools import schemas_of
 from lightning_rl.generation import Completion, request_seed
@@ -194,8 +194,9 @@ def _answer(
     turn: int,
 ) -> Action:
     ids, finish = completion.token_ids, completion.finish
-    plain = plain_text(cast(Any, conversations.tokenizer), conversations.close)
-    parse = plain if finish == FinishReason.LENGTH else conversations.parser(variables)
+    parse = conversations.parser(variables)
+    if finish == FinishReason.LENGTH:
+        parse = truncated_parser(parse, cast(Any, conversations.tokenizer), conversations.close)
     schemas = schemas_of(made.tools) or variables.get(TOOLS, ())
     return replace(parse(ids, prefix, schemas), finish=finish, turn=turn, token_ids=tuple(ids))
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_rl.environments.environment import Action, ToolCall
+from lightning_rl.environments.thoughts import ThoughtParser
 
 PYTHON_TAG = "<|python_tag|>"  # before calls of Llama 3
 BARE = re.compile(r'(```\w*)?\s*\[?\s*(\{\s*"(name|type|function|arguments|parameters)"|(?<=\[)\s*[A-Za-z_][\w.]*\()')
@@ -36,10 +36,10 @@ CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 @dataclass(frozen=True, slots=True)
-class JsonParser:
+class JsonParser(ThoughtParser):
     """Parser of calls as JSON, alone, in a list or between ``;``, or as calls in Python with named arguments.
 
-    They follow an opening, or are all of the answer after its reasoning. Formats: Llama 3 and 4, Mistral, Granite,
+    They follow an opening, or are all of the answer but its thoughts. Formats: Llama 3 and 4, Mistral, Granite,
     Phi-4-mini, xLAM. What begins like a call is a call or an error, never text.
 
     Args:
@@ -47,35 +47,28 @@ class JsonParser:
         opening: Text that the chat template writes before calls; empty if it writes none.
     """
 
-    tokenizer: PreTrainedTokenizerBase
     opening: str = ""
 
-    def __call__(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
-        """Return the parts of an answer."""
+    @override
+    def read(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
         ids, added, marks = list(token_ids), self.tokenizer.added_tokens_decoder, (self.opening, PYTHON_TAG)
         while ids and ids[-1] in added and added[ids[-1]].special and added[ids[-1]].content not in marks:
             ids.pop()
-        text = str(self.tokenizer.decode(ids))
-        thought, closed, said = text.partition("</think>")
-        if not closed:
-            prefix = str(self.tokenizer.decode(list(prefix_ids)[-8:])).rstrip()
-            thinks = prefix.endswith("<think>") or text.lstrip().startswith("<think>")
-            thought, said = (text, "") if thinks else ("", text)
-        reasoning = thought.replace("<think>", "").strip() or None
+        said = str(self.tokenizer.decode(ids))
         openings = [said.find(mark) for mark in marks if mark and mark in said]
         if openings:
             start = min(openings)
             mark = next(mark for mark in marks if mark and said.startswith(mark, start))
             calls, errors = _read(said[start + len(mark) :])
-            return Action(text=said[:start].strip(), tool_calls=calls, reasoning=reasoning, errors=errors)
+            return Action(text=said[:start].strip(), tool_calls=calls, errors=errors)
         names = {str(tool.get("function", tool).get("name")) for tool in tools}
-        named = re.search(rf'\{{\s*"name":\s*"({"|".join(map(re.escape, names))})"', said) if names else None
+        named = re.search(rf'(?:\[\s*)?\{{\s*"name":\s*"({"|".join(map(re.escape, names))})"', said) if names else None
         if named or BARE.match(said.strip()):
             start = named.start() if named and not BARE.match(said.strip()) else 0
             calls, errors = _read(said[start:], names)
             if calls or errors:
-                return Action(text=said[:start].strip(), tool_calls=calls, reasoning=reasoning, errors=errors)
-        return with_unread_call(Action(text=said.strip(), reasoning=reasoning), tools)
+                return Action(text=said[:start].strip(), tool_calls=calls, errors=errors)
+        return with_unread_call(Action(text=said.strip()), tools)
 
 
 def with_unread_call(answer: Action, tools: Sequence[Any]) -> Action:

@@ -7,7 +7,7 @@ from typing import Any
 from lightning_rl.environments.chat_template import Bridge
 from lightning_rl.environments.environment import Action, Environment, Message, StepResult, TokenStep
 from lightning_rl.environments.outcome import REWRITTEN
-from lightning_rl.environments.parsing import AnswerParser, plain_text
+from lightning_rl.environments.parsing import AnswerParser, truncated_parser
 from lightning_rl.environments.validation import check_messages, check_reset, check_step, copy_message, name_of
 from lightning_rl.rollout import FinishReason
 from lightning_rl.utils.mutation_guard import copy_plain
@@ -58,10 +58,10 @@ class MessageEnvironment:
 
     def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
         """Parse a complete answer and return the environment's reply."""
-        if finish == FinishReason.LENGTH:  # a truncated call is no call
-            parsed = plain_text(self._bridge.tokenizer, self._bridge.close)(token_ids, self._prefix, ())
-        else:
-            parsed = self._parse(token_ids, self._prefix, self._schemas)
+        parse = self._parse
+        if finish == FinishReason.LENGTH:
+            parse = truncated_parser(parse, self._bridge.tokenizer, self._bridge.close)
+        parsed = parse(token_ids, self._prefix, self._schemas)
         answer = dataclasses.replace(parsed, finish=finish, turn=self._turn, token_ids=tuple(token_ids))
         self.unanswered, self._opening = (*self._opening, copy_plain(message_of(answer))), ()
         step: StepResult = check_step(self.environment, self.environment.step(answer))

@@ -9,7 +9,7 @@ import json
 import os.path
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_rl.environments.environment import Action, Message, ToolCall
 from lightning_rl.environments.json_calls import UNREAD, JsonParser, function_in, read_call, with_unread_call
+from lightning_rl.environments.thoughts import ThoughtParser
 from lightning_rl.rewards.optional_imports import require
 from lightning_rl.utils.decoding import decode_completions
 
@@ -69,8 +70,17 @@ def plain_text(tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = ()) -
     return parse
 
 
+def truncated_parser(
+    parse: AnswerParser, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = ()
+) -> AnswerParser:
+    """Return a parser of truncated answers, in which nothing is a call; functions of users do not get those."""
+    if not isinstance(parse, ThoughtParser):
+        return plain_text(tokenizer, ends)
+    return lambda token_ids, prefix_ids, tools: replace(parse(token_ids, prefix_ids, tools), tool_calls=(), errors=())
+
+
 @dataclass(frozen=True, slots=True)
-class TemplateParser:
+class TemplateParser(ThoughtParser):
     """Parser with a response template of transformers, which reports the fault of every unparsable call.
 
     Args:
@@ -78,7 +88,6 @@ class TemplateParser:
         template: Response template, as in ``tokenizer.response_template``.
     """
 
-    tokenizer: PreTrainedTokenizerBase
     template: Mapping[str, Any]
 
     @property
@@ -87,8 +96,8 @@ class TemplateParser:
         calls = self.template.get("fields", {}).get("tool_calls")
         return isinstance(calls, Mapping) and calls.get("content") in ("json", "python-call-list")
 
-    def __call__(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
-        """Return the parts of an answer."""
+    @override
+    def read(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
         text, prefix = (str(self.tokenizer.decode(list(ids))) for ids in (token_ids, prefix_ids))
         broken: list[str] = []
         try:
@@ -109,12 +118,20 @@ class _Response(ResponseParser):
     """Response in which a region that cannot be read is an error, and the others are kept."""
 
     def __init__(self, template: dict[str, Any], prefix: str, tools: Sequence[Any], broken: list[str]) -> None:
-        self._broken = broken
+        self._broken, self._ends = broken, False
         super().__init__(template, prefix, tools=list(tools) or None)
+
+    @override
+    def _scan(self, watch: list[Any], eos: bool) -> Any:
+        found = super()._scan(watch, eos)
+        self._ends = eos and found[0] is None
+        return found
 
     @override
     def _close_current(self, events: list[dict]) -> None:
         try:
+            if self._ends and self._current == "tool_calls" and self._spec.fields[self._current].close_re is not None:
+                raise ValueError(f"it is not closed: {self._body!r:.500}")
             super()._close_current(events)
         except Exception as error:  # noqa: BLE001  a policy may write anything
             self._broken.append(f"a tool call could not be read: {error}")
@@ -122,7 +139,7 @@ class _Response(ResponseParser):
 
 
 @dataclass(frozen=True, slots=True)
-class RendererParser:
+class RendererParser(ThoughtParser):
     """Parser with a renderer of the package ``renderers``, which reports the fault of every unparsable call.
 
     Args:
@@ -135,7 +152,6 @@ class RendererParser:
         ParserError: If there is no such renderer, or it does not fit the tokenizer.
     """
 
-    tokenizer: PreTrainedTokenizerBase
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     _renderer: Any = field(init=False, repr=False, compare=False, default=None)
@@ -157,8 +173,8 @@ class RendererParser:
                 f"expected tool_parser to be the name of a renderer that fits the tokenizer, got {self.name!r}: {error}"
             ) from error
 
-    def __call__(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
-        """Return the parts of an answer."""
+    @override
+    def read(self, token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
         functions = [schema.get("function", schema) for schema in tools]
         try:
             parsed = self._renderer.parse_response(
@@ -170,15 +186,10 @@ class RendererParser:
         calls, errors = _read_calls([_whole_call(call) for call in whole])
         broken = [f"{call.status}: {call.raw}" for call in parsed.tool_calls if call not in whole]
         text, reasoning = _text(parsed.content), parsed.reasoning_content
-        if reasoning and not text and not self._has_reasoning(prefix_ids, token_ids):
-            text, reasoning = reasoning, None
+        if reasoning and str(self.tokenizer.decode(list(token_ids))).strip().startswith(reasoning.strip()):
+            text, reasoning = f"{reasoning}{text}", None  # no tag before it, so it is the text
         answer = Action(text=text, tool_calls=calls, reasoning=reasoning, errors=[*errors, *broken])
         return with_unread_call(answer, tools)
-
-    def _has_reasoning(self, prefix_ids: Sequence[int], token_ids: Sequence[int]) -> bool:
-        """Return True unless an answer has no tag of reasoning, of which some renderers take all for reasoning."""
-        prefix, text = (str(self.tokenizer.decode(list(ids))) for ids in (prefix_ids, token_ids))
-        return "think>" in text or "<think>" in prefix.rpartition("</think>")[2]
 
 
 def parser_for(

@@ -224,8 +224,93 @@ def test_calls_without_tags_are_read(name: str, said: str) -> None:
     assert answer.text == ("" if answer.tool_calls else said)
 
 
+W = "\N{FULLWIDTH VERTICAL LINE}"
+WRITTEN = {  # call of look with x=WHERE, as each family writes it
+    ("qwen3", "hermes"): '<tool_call>\n{"name": "look", "arguments": {"x": "WHERE"}}\n</tool_call>',
+    ("qwen3", "qwen3"): '<tool_call>\n{"name": "look", "arguments": {"x": "WHERE"}}\n</tool_call>',
+    (
+        "qwen3.5",
+        "qwen3.5",
+    ): "<tool_call>\n<function=look>\n<parameter=x>\nWHERE\n</parameter>\n</function>\n</tool_call>",
+    ("qwen3.5", "XML"): "<tool_call>\n<function=look>\n<parameter=x>\nWHERE\n</parameter>\n</function>\n</tool_call>",
+    ("glm-4.5", "glm-4.5"): "<tool_call>look\n<arg_key>x</arg_key>\n<arg_value>WHERE</arg_value>\n</tool_call>",
+    ("gemma-4", "gemma4"): '<|tool_call>call:look{x:<|"|>WHERE<|"|>}<tool_call|>',
+    **{
+        (name, name): f"<{W}tool▁calls▁begin{W}><{W}tool▁call▁begin{W}>function<{W}tool▁sep{W}>look\n```json\n"
+        f'{{"x": "WHERE"}}\n```<{W}tool▁call▁end{W}><{W}tool▁calls▁end{W}>'
+        for name in ("deepseek-v3", "deepseek-r1")
+    },
+    ("llama-3.1", "json"): '{"name": "look", "parameters": {"x": "WHERE"}}',
+    ("mistral", "json"): '[TOOL_CALLS] [{"name": "look", "arguments": {"x": "WHERE"}}]',
+    ("granite", "json"): '<|tool_call|>[{"name": "look", "arguments": {"x": "WHERE"}}]',
+    ("phi-4-mini", "json"): '<|tool_call|>[{"name": "look", "arguments": {"x": "WHERE"}}]<|/tool_call|>',
+    ("xlam", "json"): '[{"name": "look", "arguments": {"x": "WHERE"}}]',
+    ("pythonic", "json"): '[look(x="WHERE")]',
+    ("llama-4", "json"): '<|python_start|>[look(x="WHERE")]<|python_end|>',
+}
+THOUGHTS = {  # answer, made call, text
+    "<think>\nhm ONE so\n</think>\n\nFine.": ("", "Fine."),
+    "<think>\nhm ONE so\n</think>\n\nTWO": ("two", ""),
+    "hm ONE so</think>\n\nTWO": ("two", ""),
+    "<think>\nhm ONE so": ("", ""),
+    "<think>\nhm": ("", ""),
+    "<think>a</think>\n<think>ONE</think>TWO": ("two", ""),
+    "Fine. <think>hm ONE": ("", "Fine."),
+    "Fine. <think>hm ONE</think>": ("", "Fine."),
+}
+
+
+@pytest.mark.parametrize(
+    ("said", "begun"),
+    [*[(said, False) for said in THOUGHTS], *[(said, True) for said in THOUGHTS if said.startswith("<think>")]],
+)
+@pytest.mark.parametrize(("name", "source"), [one for one in WRITTEN if one[0] != "gemma-4"], ids=str)
+def test_a_call_within_a_thought_is_not_made_and_one_after_it_is(
+    name: str, source: str, said: str, begun: bool
+) -> None:
+    family, (made, text) = FAMILIES[name], THOUGHTS[said]
+    for word, where in (("ONE", "one"), ("TWO", "two")):
+        said = said.replace(word, WRITTEN[name, source].replace("WHERE", where))
+    said = said.removeprefix("<think>\n") if begun else said
+    parser = parser_for(tokenizer_of(name), XML if source == "XML" else source)
+    before = f"{HEAD}<think>\n" if begun else HEAD
+    answer = parse(parser, said + (family.close or family.special)[0], before=before, name=name)
+    assert [call.arguments["x"] for call in answer.tool_calls] == ([made] if made else [])
+    assert (answer.text.strip(), list(answer.errors)) == (text, []) and answer.reasoning
+    assert "think>" not in answer.reasoning and family.special[0] not in answer.reasoning
+
+
+@pytest.mark.parametrize("where", ["a<think>b</think>", "a<think>b"])
+@pytest.mark.parametrize(("name", "source"), [one for one in WRITTEN if one[0] != "gemma-4"], ids=str)
+def test_tags_of_thoughts_in_an_argument_are_a_part_of_it(name: str, source: str, where: str) -> None:
+    said = f"<think>hm</think>{WRITTEN[name, source].replace('WHERE', where)}"
+    answer = parse(parser_for(tokenizer_of(name), XML if source == "XML" else source), said, name=name)
+    assert calls(answer) == [("look", {"x": where})] and answer.reasoning == "hm"
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "opening", "closing"),
+    [("mistral", "json", "[THINK]", "[/THINK]"), ("gemma-4", "gemma4", "<|channel>thought\n", "<channel|>")],
+)
+def test_a_call_within_a_thought_in_tags_of_a_family_is_not_made(
+    name: str, source: str, opening: str, closing: str
+) -> None:
+    tokenizer, call = tokenizer_of.__wrapped__(name), WRITTEN[name, source]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]} if name == "mistral" else {})
+    parser, end = parser_for(tokenizer, source), (FAMILIES[name].close or FAMILIES[name].special)[0]
+    for said, made in (
+        (f"{opening}hm {call}{closing}{call.replace('WHERE', 'two')}{end}", ["two"]),
+        (f"{opening}hm {call}{end}", []),
+    ):
+        answer = parser(tokenizer(said, add_special_tokens=False)["input_ids"], [], [LOOK])
+        assert [one.arguments["x"] for one in answer.tool_calls] == made
+        assert (answer.text, list(answer.errors)) == ("", []) and (answer.reasoning or "").startswith("hm")
+
+
 def test_a_call_of_a_tool_may_follow_a_text() -> None:
     answer = parse(parser_for(tokenizer_of("llama-3.1")), f"Let me look. {JSON}<|eot_id|>", before="", name="llama-3.1")
+    assert calls(answer) == ONE and answer.text == "Let me look."
+    answer = parse(parser_for(tokenizer_of("xlam")), f"Let me look. [{JSON}]<|im_end|>", before="", name="xlam")
     assert calls(answer) == ONE and answer.text == "Let me look."
 
 
@@ -248,6 +333,7 @@ def test_a_text_ends_before_any_special_token_that_ended_it() -> None:
         ("pythonic", "json", "[look(x=f(1))]", 0),
         ("qwen3.5", "qwen3.5", "</think>\n\n<function=look>\n<parameter=x>\none\n</parameter>\n</function>", 0),
         ("qwen3.5", XML, "<function=look>\n<parameter=x>\none\n</parameter>\n</function>", 0),
+        ("qwen3.5", XML, "<tool_call>\n<function=look>\n<parameter=x>\none", 0),
         ("qwen3", "hermes", '{"name": "look", "arguments": {"x": "one"}}', 0),
         ("qwen3", "qwen3", '{"name": "look", "arguments": {"x": "one"}}', 0),
     ],

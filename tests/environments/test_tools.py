@@ -324,6 +324,8 @@ def test_a_conversation_with_tools_goes_from_tokens_to_tokens() -> None:
     assert broken.metrics == {"tool_calls": 0.0, "parse_errors": 1.0, "tool_errors": 0.0}
     cut = talk.step(*drawn('<tool_call>{"name": "add", "arguments": {"a": 4}}</tool_call>', FinishReason.LENGTH))
     assert (cut.done, cut.metrics["tool_calls"], cut.metrics["parse_errors"]) == (True, 0.0, 0.0)
+    thought = talk.step(*drawn('<think>\nhm <tool_call>{"name": "add"', FinishReason.LENGTH)).messages[0]
+    assert (thought["content"], thought["reasoning_content"]) == ("", 'hm <tool_call>{"name": "add"')
 
 
 @pytest.mark.parametrize(
