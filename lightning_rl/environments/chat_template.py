@@ -113,6 +113,18 @@ class Bridge:
             self._checked.add(roles)
             return
 
+    def _check_names(self, messages: Sequence[Message]) -> None:
+        """Check that the template does not write the name of a tool that a message lacks."""
+        unnamed = [message for message in messages if message.get("role") == "tool" and not message.get("name")]
+        if not unnamed or "names" in self._checked:
+            return
+        if len({self.tail([{**message, "name": name} for message in unnamed]) for name in WORDS}) > 1:
+            raise BridgeError(
+                "expected messages of the role tool with a name, because the template writes its name, got one without "
+                'a name or a call that it answers: return {"role": "tool", "name": ..., "content": ...}'
+            )
+        self._checked.add("names")
+
     def _dropped_messages(self, messages: Sequence[Message]) -> list[str]:
         """Return the texts that the template does not write after an answer; the tokenizer may not know them."""
         for talk, new in dummies(messages):
@@ -132,6 +144,7 @@ class Bridge:
             BridgeError: If the template does not render them or drops a part of them, or their text became control
                 tokens; says why.
         """
+        self._check_names(messages)
         ids = self.tail(messages)
         self._check_new(messages)
         harmless = self.tail([{**message, "content": "x"} for message in messages])
@@ -226,7 +239,7 @@ class Bridge:
     def _render(self, messages: Sequence[Message], *, head: bool = True, **options: Any) -> Any:
         try:
             return self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                with_callers(messages),
                 add_generation_prompt=head,
                 **TODAY.options(self.tokenizer, **{**self.options, **options}),
             )
@@ -275,7 +288,7 @@ def dummies(messages: Sequence[Message]) -> list[tuple[list[Message], list[Messa
     """Return dummy conversations up to a marked answer, and the following messages, to try in order.
 
     A tool's message first follows a real call, as some templates copy its name or id. Most templates write arguments
-    as JSON, some expect JSON text.
+    as JSON, some expect JSON text. An id that the policy made up may be in no form that a template takes.
     """
     ask: Message = {"role": "user", "content": "?"}
     new = [dict(message) for message in messages]
@@ -283,12 +296,14 @@ def dummies(messages: Sequence[Message]) -> list[tuple[list[Message], list[Messa
     tools = [message for message in new if message.get("role") == "tool"]
     if not tools:
         return [plain]
-    for number, message in enumerate(tools):
-        message["tool_call_id"] = message.get("tool_call_id") or CALL_ID.format(number)
     talks: list[tuple[list[Message], list[Message]]] = []
-    for written in (False, True):
-        calls = [_call(message, MARK if number == 0 else "?", written=written) for number, message in enumerate(tools)]
-        talks.append(([ask, {"role": "assistant", "content": "", "tool_calls": calls}], list[Message](new)))
+    for own in (True, False) if any(message.get("tool_call_id") for message in tools) else (True,):
+        for number, message in enumerate(tools):
+            message["tool_call_id"] = (own and message.get("tool_call_id")) or CALL_ID.format(number)
+        for written in (False, True):
+            calls = [_call(message, "?" if number else MARK, written=written) for number, message in enumerate(tools)]
+            answer = {"role": "assistant", "content": "", "tool_calls": calls}
+            talks.append(([ask, answer], [dict(message) for message in new]))
     return [*talks, plain]
 
 
@@ -297,6 +312,31 @@ def _call(message: Message, text: str, *, written: bool) -> dict[str, Any]:
     arguments = {"x": text}
     function = {"name": message.get("name") or "f", "arguments": json.dumps(arguments) if written else arguments}
     return {"type": "function", "id": message["tool_call_id"], "function": function}
+
+
+def with_callers(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return a conversation in which messages of tools have the name and the id of the call that they answer.
+
+    It is the call with the id, or the name, of the message, or else the first one that has no answer yet.
+    """
+    named, waiting = list[dict[str, Any]](), list[tuple[Any, Any]]()
+    for message in map(dict, messages):
+        if message.get("role") == "assistant":
+            calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+            waiting = [(call.get("id"), call.get("function", call).get("name")) for call in calls]
+        elif message.get("role") == "tool":
+            keys = message.get("tool_call_id"), message.get("name")
+            fits = [
+                call
+                for call in waiting
+                if all(not key or of in (None, key) for key, of in zip(keys, call, strict=True))
+            ]
+            if fits:
+                waiting.remove(fits[0])
+                found = zip(("tool_call_id", "name"), fits[0], strict=True)
+                message |= {key: value for key, value in found if value is not None}
+        named.append(message)
+    return named
 
 
 def strings_of(value: Any) -> Iterator[str]:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_rl.environments.chat_template import Bridge
+from lightning_rl.environments.chat_template import Bridge, with_callers
 from lightning_rl.environments.environment import Action, Environment, Message, StepResult, TokenStep
 from lightning_rl.environments.outcome import REWRITTEN
 from lightning_rl.environments.parsing import AnswerParser, truncated_parser
@@ -68,7 +68,8 @@ class MessageEnvironment:
         self._turn += 1
         messages = [copy_plain(copy_message(message)) for message in step.rewritten or step.messages]
         rewritten = self._bridge.encode(messages, self._schemas) if step.rewritten else ()
-        ids = () if step.done or rewritten else self._bridge.after(token_ids, messages)
+        replies = with_callers([message_of(answer), *messages])[1:]
+        ids = () if step.done or rewritten else self._bridge.after(token_ids, replies)
         self._prefix = list(rewritten) or [*self._prefix, *token_ids, *ids]
         marked = [{**message, REWRITTEN: True} for message in messages] if rewritten else messages
         answered, self.unanswered = self.unanswered, ()

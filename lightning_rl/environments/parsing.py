@@ -24,6 +24,7 @@ from lightning_rl.rewards.optional_imports import require
 from lightning_rl.utils.decoding import decode_completions
 
 HERMES = "hermes"
+HARMONY = "gpt-oss"  # its renderer reads no answer behind the header that the chat template writes
 JSON = ("json", "llama-3")  # the renderer of Llama 3 takes several calls, and broken ones, for text
 JSON_HEAD = re.compile(r'\[?\s*(\{\s*("type":\s*"function",\s*)?"(function":\s*\{\s*"name|name)":\s*")?$')
 MAX_SHOWN = 120  # characters of a misread text in messages
@@ -235,11 +236,13 @@ def _candidates(
         yield "the response template", lambda: TemplateParser(tokenizer, source)
         return
     name = _renderer_name(tokenizer) if source is None else source
-    if name is not None and name not in (HERMES, *JSON):
+    if name is not None and name not in (HERMES, HARMONY, *JSON):
         yield f"renderer {name!r}", lambda: RendererParser(tokenizer, name, options)
     template = getattr(tokenizer, "response_template", None)
     if source is None and template is not None:
         yield "the tokenizer's response template", lambda: TemplateParser(tokenizer, template)
+    if name == HARMONY or (source is None and "<|channel|>" in tokenizer.get_added_vocab()):
+        yield repr(HARMONY), lambda: TemplateParser(tokenizer, HARMONY_TEMPLATE)
     if source in (None, HERMES):
         yield repr(HERMES), lambda: TemplateParser(tokenizer, hermes_template(tokenizer, options))
     if source in (None, *JSON):
@@ -285,6 +288,29 @@ def hermes_template(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, An
     }
 
 
+_START, _TO = r"(?:<\|start\|>assistant)?", r" *to=(?:functions\.)?(?P<name>[\w.-]+) *"
+HARMONY_TEMPLATE: dict[str, Any] = {  # an answer is one or several messages, with a channel each
+    "start_anchor": "<|start|>assistant",
+    "defaults": {"role": "assistant"},
+    "fields": {
+        "reasoning_content": {
+            "open_pattern": rf"{_START}<\|channel\|>analysis<\|message\|>",
+            "close_pattern": r"<\|(?:end|return|call)\|>|(?=<\|start\|>)",
+            "repeats": True,
+            "join": "\n",
+        },
+        "tool_calls": {  # the recipient is before or after the channel
+            "open_pattern": rf"{_START}(?:{_TO}<\|channel\|>[^<]*|<\|channel\|>\w+{_TO}[^<]*)"
+            r"(?:<\|constrain\|>[^<]*)?<\|message\|>",
+            "close_pattern": r"<\|call\|>|(?=<\|start\|>)",
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "header": {"open_pattern": r"<\|(?:start|channel)\|>", "close": "<|message|>", "repeats": True, "join": "\n"},
+        "content": {"close": ["<|end|>", "<|return|>", "<|call|>"], "repeats": True, "join": "\n"},
+    },
+}
 NAME, EARLIER, LATER = "look_at", "words-of-an-earlier-answer", "words-of-this-answer"
 QUESTION: Message = {"role": "user", "content": "?"}
 AGAIN = "it reads the call of an earlier answer again"

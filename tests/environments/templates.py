@@ -300,7 +300,11 @@ FAMILIES: dict[str, Family] = {
     "gpt-oss": Family(  # the last answer ends with <|return|>, the same answer in the history with <|end|>
         template="""
 {{- '<|start|>system<|message|>Valid channels: analysis, commentary, final.<|end|>' }}
-{%- if tools -%}{{ '<|start|>developer<|message|>' + (tools | tojson) + '<|end|>' }}{%- endif -%}
+{%- set first = messages[0] if messages[0].role in ['system', 'developer'] -%}
+{%- if first or tools -%}
+  {{ '<|start|>developer<|message|>' + (first.content if first else '') }}
+  {{- (tools | tojson if tools else '') + '<|end|>' }}
+{%- endif -%}
 {%- set called = namespace(name=none) -%}
 {%- for m in messages -%}
   {%- if m.role == 'tool' -%}
@@ -310,13 +314,14 @@ FAMILIES: dict[str, Family] = {
   {%- elif m.tool_calls -%}
     {%- set call = m.tool_calls[0].function -%}
     {%- set called.name = call.name -%}
+    {{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' if m.thinking -}}
     {{ '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
     {{- (call.arguments | tojson) + '<|call|>' }}
   {%- elif m.role == 'assistant' -%}
     {{ '<|start|>assistant<|channel|>final<|message|>' + m.content }}
     {{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
-  {%- else -%}
-    {{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
+  {%- elif m.role == 'user' -%}
+    {{ '<|start|>user<|message|>' + m.content + '<|end|>' }}
   {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|start|>assistant' }}{%- endif -%}""",

@@ -26,9 +26,9 @@ from lightning_rl.environments import (
     StepResult,
 )
 from lightning_rl.environments import chat_template as module
-from lightning_rl.environments.chat_template import KINDS, SANITIZES
+from lightning_rl.environments.chat_template import KINDS, SANITIZES, with_callers
 from lightning_rl.environments.messages import MessageEnvironment
-from lightning_rl.environments.parsing import plain_text
+from lightning_rl.environments.parsing import parser_for, plain_text
 from lightning_rl.generation import Completion, Request
 
 ASK: Message = {"role": "user", "content": "one two"}
@@ -376,3 +376,64 @@ def test_a_tokenizer_that_knows_no_word_of_the_check_is_no_fault_of_the_template
     assert [bridge.check(kind) for kind in KINDS] == [[], [], []]
     tokenizer.chat_template = tokenizer.chat_template.replace("{{ m.content }}", "{{ m.content if m.role != 'user' }}")
     assert bridge.check("user") == ["the template drops the text of a user message"]
+
+
+def test_a_conversation_of_gpt_oss_is_what_its_template_renders() -> None:
+    bridge, family = bridge_of("gpt-oss"), "gpt-oss"
+    opening: list[Message] = [{"role": "system", "content": "two three"}, ASK]
+    call, thought = {"name": "look", "arguments": {"x": "y"}}, "this is text"
+    tool, later = {"role": "tool", "content": "some text"}, {"role": "user", "content": "hello world"}
+    answers = [
+        f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant to=functions.look<|channel|>commentary json"
+        '<|message|>{"x": "y"}<|call|>',
+        "<|channel|>final<|message|>three<|return|>",
+    ]
+    environment = MessageEnvironment(Scripted([[tool], [later]]), bridge, parser_for(tokenizer_of(family)), (), opening)
+    ids = [*environment.reset({}, 0)]
+    for answer in answers:
+        drawn = ids_of(family, answer)
+        ids += [*drawn, *environment.step(drawn, FinishReason.STOP).token_ids]
+    talk = [
+        *opening,
+        {"role": "assistant", "thinking": thought, "tool_calls": [{"type": "function", "function": call}]},
+        tool,
+        {"role": "assistant", "content": "three"},
+        later,
+    ]
+    end, returned = tokenizer_of(family).convert_tokens_to_ids(["<|end|>", "<|return|>"])
+    place = ids.index(returned)  # <|end|> in the history
+    assert [*ids[:place], end, *ids[place + 1 :]] == ids_of(family, text_of(family, talk))
+    text = tokenizer_of(family).decode(ids)
+    assert "<|start|>developer<|message|>two three<|end|>" in text and "<|start|>functions.look to=assistant" in text
+
+
+@pytest.mark.parametrize(
+    ("reply", "written"),
+    [
+        ([{"tool_call_id": "call00007"}], [("see", "call00007")]),
+        ([{"name": "see"}], [("see", "call00007")]),
+        ([{}, {}], [("look", "call00003"), ("see", "call00007")]),
+        ([{"name": "see"}, {}], [("see", "call00007"), ("look", "call00003")]),
+        ([{"name": "error"}], [("error", None)]),
+        ([{"name": "look", "tool_call_id": "call00009"}], [("look", "call00009")]),
+    ],
+)
+def test_a_message_of_a_tool_has_the_name_and_the_id_of_its_call(
+    reply: list[dict[str, str]], written: list[tuple[str, str | None]]
+) -> None:
+    calls = [{"id": "call00003", "function": {"name": "look"}}, {"id": "call00007", "function": {"name": "see"}}]
+    talk = with_callers([ASK, {"role": "assistant", "tool_calls": calls}, *[{"role": "tool", **one} for one in reply]])
+    assert [(message.get("name"), message.get("tool_call_id")) for message in talk[2:]] == written
+
+
+def test_a_message_of_a_tool_without_a_call_needs_the_name_that_its_template_writes() -> None:
+    tool = [{"role": "tool", "content": "some text"}]
+    assert bridge_of("qwen2.5").after([3], tool)
+    with pytest.raises(BridgeError, match=r'template writes its name, got one without.*return {"role": "tool", "n'):
+        bridge_of("gpt-oss").after([3], tool)
+
+
+@pytest.mark.parametrize("number", ["a1", "call-00001", ""])
+def test_an_id_that_the_template_refuses_is_replaced(number: str) -> None:
+    tail = bridge_of("mistral").tail([{**NEW["tool"][0], "tool_call_id": number}])
+    assert tail == bridge_of("mistral").tail([{**NEW["tool"][0], "tool_call_id": "call00000"}])

@@ -288,6 +288,45 @@ def test_tags_of_thoughts_in_an_argument_are_a_part_of_it(name: str, source: str
     assert calls(answer) == [("look", {"x": where})] and answer.reasoning == "hm"
 
 
+HARMONY = {
+    "<|channel|>analysis<|message|>hm<|end|>"
+    '<|start|>assistant to=functions.look<|channel|>commentary json<|message|>{"x": "one"}<|call|>': (
+        ["one"],
+        "",
+        "hm",
+    ),
+    "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    '<|start|>assistant<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"x": "one"}<|call|>': (
+        ["one"],
+        "I look.",
+        "so",
+    ),
+    "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Four.<|return|>": (
+        [],
+        "Four.",
+        "hm",
+    ),
+    '<|channel|>analysis<|message|>hm to=functions.look {"x": "one"}<|return|>': (
+        [],
+        "",
+        'hm to=functions.look {"x": "one"}',
+    ),
+    "<|channel|>analysis<|message|>hm": ([], "", "hm"),
+    "<|channel|>final<|message|>Four.<|return|>": ([], "Four.", None),
+    "Four.<|return|>": ([], "Four.", None),
+}
+
+
+@pytest.mark.parametrize("source", [None, "gpt-oss"])
+@pytest.mark.parametrize("said", HARMONY)
+def test_an_answer_of_gpt_oss_falls_into_its_channels(said: str, source: str | None) -> None:
+    made, text, reasoning = HARMONY[said]
+    parser = parser_for(tokenizer_of("gpt-oss"), source)
+    answer = parse(parser, said, before="<|start|>assistant", name="gpt-oss")
+    assert [one.arguments["x"] for one in answer.tool_calls] == made
+    assert (answer.text, answer.reasoning, list(answer.errors)) == (text, reasoning, [])
+
+
 @pytest.mark.parametrize(
     ("name", "source", "opening", "closing"),
     [("mistral", "json", "[THINK]", "[/THINK]"), ("gemma-4", "gemma4", "<|channel>thought\n", "<channel|>")],
