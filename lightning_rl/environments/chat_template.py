@@ -23,6 +23,7 @@ KINDS: dict[str, tuple[str, ...]] = {"user": ("user",), "tool": ("tool",), "two 
 WORDS = ("first-thing-said 41", "second-thing-said 52")  # texts that no template writes
 SYSTEM: Sequence[Message] = ({"role": "system", "content": "?"},)
 MAX_CHARACTERS = 2**22  # of messages together: more fits into no context and takes minutes to encode
+LATE = ": return it as a message of the role user, or rewrite the context with StepResult(rewritten=[...])"
 CALL_ID = "call{:05d}"  # nine characters, as Mistral requires
 
 
@@ -110,6 +111,11 @@ class Bridge:
             except BridgeError:
                 continue
             _refuse(dropped_parts(self._text, new, before=talk))
+            if moved := dropped_parts(self._text_after_answer, new, before=talk):
+                raise BridgeError(
+                    f"the template writes {', '.join(moved)} before the answer that it follows, where the policy would "
+                    f"not read it{LATE}"
+                )
             self._checked.add(roles)
             return
 
@@ -144,8 +150,13 @@ class Bridge:
             BridgeError: If the template does not render them or drops a part of them, or their text became control
                 tokens; says why.
         """
-        self._check_names(messages)
-        ids = self.tail(messages)
+        try:
+            self._check_names(messages)
+            ids = self.tail(messages)
+        except BridgeError as error:
+            if any(message.get("role") == "system" for message in messages):
+                raise BridgeError(f"{error}{LATE}") from error
+            raise
         self._check_new(messages)
         harmless = self.tail([{**message, "content": "x"} for message in messages])
         if self._count(ids) > self._count(harmless):
@@ -219,6 +230,9 @@ class Bridge:
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> str:
         return str(self._render(messages, tokenize=False, tools=list(tools) or None))
+
+    def _text_after_answer(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> str:
+        return self._text(messages, tools).partition(MARK)[2]
 
     def _ids(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Return the conversation as ids; no text of a message becomes a control token."""

@@ -277,6 +277,34 @@ def test_a_system_message_that_the_template_moves_is_refused_where_there_is_one(
         bridge.encode([{"role": "system", "content": "two"}, *ask])
 
 
+HEAD_FIRST = (
+    "{% for m in messages if m.role == 'system' %}{{ m.content }} {% endfor %}<|im_end|>"
+    "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+)
+REFUSING = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('a late system message') }}"
+    "{% endif %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("more", [[], [ASK], [{"role": "tool", "content": "three"}]], ids=["alone", "user", "tool"])
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (HEAD_FIRST, "the template writes the text of the role system before the answer that it follows"),
+        (REFUSING, "the template raises TemplateError: a late system message"),
+    ],
+)
+def test_a_late_system_message_that_the_template_moves_or_refuses_is_refused_with_the_cure(
+    template: str, message: str, more: list[Message]
+) -> None:
+    bridge, late = Bridge(templated(template), [0]), [{"role": "system", "content": "two"}]
+    assert bridge.encode([*late, ASK]) and bridge.after([3], [ASK])
+    for new in ([*late, *more], [*more, *late]):
+        with pytest.raises(BridgeError, match=f"{message}.*: return it as a message of the role user, or rewrite"):
+            bridge.after([3], new)
+
+
 def test_a_version_that_cannot_write_a_control_token_as_text_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SANITIZES", False)
     bridge = bridge_of("qwen2.5")
