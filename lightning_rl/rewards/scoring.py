@@ -293,7 +293,9 @@ def _pairs(rewards: RewardSource) -> dict[str, tuple[Any, Any]]:
         pairs = [rewards] if isinstance(other[0], Real) else [_pair(item) for item in rewards]
         known = all(len(pair) == 2 and callable(pair[0]) and isinstance(pair[1], Real) for pair in pairs)
         calls = [name_of(pair[0]) + ("" if hasattr(pair[0], "__name__") else "(...)") for pair in pairs if known]
-        written = [f"{name_of(pair[0])!r}: ({call}, {pair[1]})" for call, pair in zip(calls, pairs, strict=False)]
+        names = [name_of(pair[0]) for pair in pairs if known]
+        names = [f"{name}_{place}" if names.count(name) > 1 else name for place, name in enumerate(names)]
+        written = [f"{name!r}: ({call}, {pair[1]})" for name, call, pair in zip(names, calls, pairs, strict=False)]
         raise ValueError(
             f"expected a list of functions, got {other[0]!r:.80}: write "
             f"{{{', '.join(written) or repr('name') + ': (function, 0.5)'}}} to give weights"

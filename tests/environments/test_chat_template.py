@@ -282,7 +282,7 @@ HEAD_FIRST = (
     "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 )
 REFUSING = (
-    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('a late system message') }}"
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('a late system') }}"
     "{% endif %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 )
 
@@ -292,7 +292,7 @@ REFUSING = (
     ("template", "message"),
     [
         (HEAD_FIRST, "the template writes the text of the role system before the answer that it follows"),
-        (REFUSING, "the template raises TemplateError: a late system message"),
+        (REFUSING, "the template raises TemplateError: a late system"),
     ],
 )
 def test_a_late_system_message_that_the_template_moves_or_refuses_is_refused_with_the_cure(

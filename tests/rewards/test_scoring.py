@@ -234,6 +234,11 @@ def test_names_come_from_the_functions_or_the_mapping(
         ),
         pytest.param([(ExactMatch(), 0.5)], r"write \{'ExactMatch': \(ExactMatch\(...\), 0.5\)\}", id="objects"),
         pytest.param([("a", says(), 0.5)], r"got \('a', .* write \{'name': \(function, 0.5\)\}", id="named-pairs"),
+        pytest.param(
+            [(says(), 0.5), (says(), 1.0)],
+            r"write \{'said_0': \(said, 0.5\), 'said_1': \(said, 1.0\)\}",
+            id="same name",
+        ),
         pytest.param((says(), 0.5), r"list of functions, got 0.5: write \{'said': \(said, 0.5\)\}", id="pair"),
         pytest.param({"": says()}, r"to be strings of at least one letter, got \[''\]", id="empty-name"),
         pytest.param({1: says()}, r"to be strings of at least one letter, got \[1\]", id="number-name"),
