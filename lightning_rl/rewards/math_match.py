@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from decimal import Decimal
+from fractions import Fraction
 from functools import cached_property, lru_cache
 from numbers import Real
 from typing import Any
@@ -29,7 +30,10 @@ from lightning_rl.utils.arguments import check_counts, check_numbers
 
 MEMORY = 2 * 2**30  # bytes of a process
 PATIENCE = 20.0  # multiple of the limit after which a process that uses no CPU time is killed
-PLAIN = re.compile(r"\$-?(?:[1-9][0-9]{0,2}(?:,[0-9]{3}){1,2}|[0-9]{1,9})(?:\.[0-9]{1,6})?\$")
+PLAIN = re.compile(
+    r"\$(?P<sign>-?)(?:(?P<number>(?:[1-9][0-9]{0,2}(?:,[0-9]{3}){1,2}|[0-9]{1,9})(?:\.[0-9]{1,6})?)"
+    r"|\\[dt]?frac\{(?P<top>[0-9]{1,9})\}\{(?P<bottom>[1-9][0-9]{0,8})\})\$"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,11 +145,17 @@ def _questions(text: str, reference: Any, *, bare: bool) -> list[tuple[str, str]
 def _same_number(reference: str, text: str) -> bool | None:
     """Compare two numbers like math-verify; return None unless both are plain and short.
 
-    With up to nine digits and six decimals, neither rounding nor float conversion changes the result.
+    With up to nine digits and six decimals, neither rounding nor float conversion changes the result. Fractions are
+    compared with integers and fractions, because math-verify rounds a fraction that it compares with a decimal.
     """
-    if PLAIN.fullmatch(reference) and PLAIN.fullmatch(text):
-        return Decimal(reference.strip("$").replace(",", "")) == Decimal(text.strip("$").replace(",", ""))
-    return None
+    numbers = [PLAIN.fullmatch(reference), PLAIN.fullmatch(text)]
+    if not all(numbers) or (r"frac{" in reference + text and "." in reference + text):
+        return None
+    first, second = (
+        Fraction(number["sign"] + (number["number"] or number["top"]).replace(",", "")) / int(number["bottom"] or 1)
+        for number in filter(None, numbers)
+    )
+    return first == second
 
 
 def _answer(future: "Future[bool | None]") -> bool | None:

@@ -166,17 +166,16 @@ def answers_of_text(text: str, *, commas: bool, bare: bool = False) -> list[Answ
     text = _tidy(text[-TAIL:])
     if not commas:
         text = with_decimal_points(text)
-    found = _read_last(text)
     stated = _read_statement(text)
     if stated is not None:
         alone = stated.latex or re.search(r"\bnot\b.*[0-9]", stated.words or "")
-        return [stated] if alone else [stated, found]
+        return [stated] if alone else [stated, _read_last(text)]
     line = _strip_delimiters(text)
     if len(text) <= SPAN and (bare or _measure(line) or not (_prose(line) or VARIABLE.search(line))):
         alone = _sentence(text)
-        return [alone] if alone.latex else [alone, found]
-    whole = _read(text) if len(text) <= SPAN else found
-    return [found, whole] if whole.words else [found]
+        return [alone] if alone.latex else [alone, _read_last(text)]
+    found, whole = _read_last(text), _read(text) if len(text) <= SPAN else None
+    return [found, whole] if whole and whole.words else [found]
 
 
 def _read_statement(text: str) -> Answer | None:

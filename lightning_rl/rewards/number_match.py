@@ -76,7 +76,7 @@ AFTER = re.compile(
     r"\s*(?:\\(?!text|math|mbox|right|quad|circ)[A-Za-z]+|\^(?!\s*\{?\s*\\circ)|[_>]|<(?!/)|[-+*/:]\s*(?:[0-9(\\]|[A-Za-z]\b))"
 )
 FACTOR = re.compile(r"(?P<word>[ap]\.m\.?|[A-Za-z]+|\s+[A-Za-z](?=\s*[-+^=]))(?P<sum>\s*[-+]\s*[0-9])?")
-FACTORIAL = re.compile(r"(?<=[0-9)])!(?=\s*[$}/\\])")
+FACTORIAL = re.compile(r"!(?<=[0-9)]!)(?=\s*[$}/\\])")
 DECORATION = re.compile(r"\\(?:text|math|mbox|quad)\w*|[\s$*~\\){}\[\]]+")
 NAME = r"(?: ?[A-Za-z](?:_?[0-9])? ?=)?"
 OR = rf"(?:{AND_OR}|y|o|e|\u0438|lor|vee)"
@@ -135,7 +135,7 @@ class NumberMatch(AnswerMatch):
         stated = self.number_of_text(text)
         if stated is None:
             return 0.0
-        room = max(_exact(self.abs_tol), _exact(self.rel_tol) * abs(wanted))
+        room = max(_exact(self.abs_tol), _exact(self.rel_tol) * abs(wanted)) if self.abs_tol or self.rel_tol else 0
         return float(abs(stated - wanted) <= room)
 
     def number_of_text(self, text: str) -> Fraction | None:
@@ -201,15 +201,15 @@ def _stated_value(line: str, numbers: list[re.Match[str]]) -> Fraction | None:
     )
     if index is None:
         return None
-    number = numbers[index]
+    number, value = numbers[index], value_of(numbers[index])
     rest = line[number.end() :]
     part = BEFORE.search(line[begin : number.start()]) or AFTER.match(rest) or _is_factor(FACTOR.match(rest))
     near = numbers[max(index - 1, 0) : index + 2]
     different = any(
-        value_of(one) != value_of(number) and SEVERAL.fullmatch(_between(line, number, one)) for one in near
+        one is not number and value_of(one) != value and SEVERAL.fullmatch(_between(line, number, one)) for one in near
     )
     equated = NUMBER.fullmatch(left)  # the 4 of "4 = 5"
-    return None if part or different or (equated and value_of(equated) != value_of(number)) else value_of(number)
+    return None if part or different or (equated and value_of(equated) != value) else value
 
 
 def _is_factor(match: re.Match[str] | None) -> bool:
@@ -243,11 +243,12 @@ def value_of(match: re.Match[str]) -> Fraction | None:
     if len(match.group()) > MAX_DIGITS:
         return None
     top, bottom = match["latex_top"] or match["top"], match["latex_bottom"] or match["bottom"]
-    divisor = _decimal(bottom or "1")
+    divisor = _decimal(bottom) if bottom else 1
     value = None if not divisor else _decimal(top) / divisor if top else _power(match)
     if value is None:
         return None
-    value *= MULTIPLES.get(match["multiple"], 1)
+    if match["multiple"]:
+        value *= MULTIPLES[match["multiple"]]
     if match["whole"]:
         value += _decimal(match["whole"])
     return -value if "-" in (match["sign"], match["inner_sign"]) else value
@@ -266,5 +267,7 @@ def _power(match: re.Match[str]) -> Fraction | None:
 
 
 def _decimal(numeral: str) -> Fraction:
+    if numeral.isdigit():
+        return Fraction(int(numeral))
     numeral = re.sub(r"^0(?:,|\{,\})", "0.", numeral)
     return Fraction(re.sub(r"[^0-9.+-]", "", numeral))

@@ -2,7 +2,7 @@
 
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -35,53 +35,10 @@ LETTERS |= {"\u221e": r"\infty ", "\u03c0": r"\pi ", "\u2205": r"\emptyset ", "\
 LETTERS |= {"\u00b0": r"^\circ ", "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u00b1": r"\pm "}
 VALUE = r"(?=[-+]?\\?\$?\\?\(?\.?(?:[0-9]|\\[dt]?frac|\\sqrt|\\pi))"
 OPENING = r"(?:(?<=[={(\[:#])\s?|(?<=\bis )|(?<=[\s:]\$))"  # of an answer
-DISPLAY = re.compile(r"\$\$[^$]*\$\$|\\\[(?:(?!\\\[|\\\]).)*\\\]|\\\((?:(?!\\\(|\\\)).)*\\\)", re.DOTALL)
-EQUATIONS = re.compile(
-    r"\\begin\{(?P<name>(?P<display>align|equation|gather)\*?|aligned|gathered|split|cases)\}"
-    r"(?P<body>(?:(?!\\begin|\\end).)*)\\end\{(?P=name)\}",
-    re.DOTALL,
-)
-JSON_ANSWER = re.compile(
-    r'"(?:final[ _]?)?answer"\s*:\s*(?:"(?P<text>(?:[^"\\]|\\.)*)"|(?P<other>\[[^][{}]*\]|[^\s"{},\[\]]+))',
-    re.IGNORECASE,
-)
 REWRITTEN = re.compile(r"<answer>|\"(?:final.)?answer\":?|[#*_ ]+(?:final )?answer[*_ ]*", re.IGNORECASE)
-SCALE_WORD = r"(?:more|greater|larger|higher|less|fewer|smaller|lower)"
-
-
-def _words_before_value(words: str) -> str:
-    """Return a pattern of words, perhaps as text in LaTeX, before a number or formula."""
-    return rf"(?<![0-9)}}] )(?<![^\W_])(?:\\text\s*\{{\s*)?(?:{words})\s*\}}?\s*{VALUE}"
-
-
-NOTATIONS = [
-    (re.compile(pattern, re.IGNORECASE | re.MULTILINE), plain)
-    for pattern, plain in (
-        (r"</?answer>", r"\n\g<0>\n"),
-        (r"<answer>", "Answer: "),
-        (r"</answer>|^[ \t]*```[a-z]*[ \t]*$|`+|(?<=\n)> ?", ""),
-        (r"</?(?:b|br|div|em|end|eos|i|p|s|span|strong)>|<\|\w+\|>", " "),
-        ("<=", r"\\le "),
-        (r">=(?!>)", r"\\ge "),
-        (r"(?<!or )\bequal to\b", "="),
-        (r"^[#*_ \t]*(?:(?:final|correct) )?answer[*_ \t]*\n+(?=[^\n]+\s*\Z)", "Answer: "),
-        (r"^([^\n0-9\\]+)\n\s*(?=\$|\\\[|\\\(|\\boxed)", r"\1 "),
-        (_words_before_value("minus|negative"), "-"),
-        (rf"(?<![\w)}}\]$%.])(?<![0-9)}}\]$%.] )[\u2013\u2014]{VALUE}", "-"),
-        (_words_before_value("maybe|perhaps|possibly|probably"), ""),
-        (rf"({OPENING})- +{VALUE}", r"\1-"),
-        (r"(?<![\w\\)}\]])([a-z])\s*\\(?:approx|simeq)\b", r"\1 ="),
-        (r"(?<=[0-9])(?=[\u3040-\u9fff])|(?<=[\u3040-\u9fff])(?=[0-9])", " "),
-        (r"(?<=[0-9])\s*(?:x|\*|\\times|\\cdot)\s*10\s*(?:\^|\*\*)", r" \\times 10^"),
-        (r"(?<=[\w)])\*\*(?=[-(]?[0-9])|(?<=[0-9)]) \*\* (?=[-(]?[0-9])", "^"),
-        (r"\^\(([-+]?[0-9]+)\)|\^([-+][0-9]+)", r"^{\1\2}"),
-    )
-]
-SIDES = rf"{OPENING}(?:over|above|under|below)|at least|at most|up to|m(?:ax|in)imum of"
-BOUND = re.compile(_words_before_value(rf"{SIDES}|(?:not? )?{SCALE_WORD} than(?: or equal to)?"), re.IGNORECASE)
-OR_MORE = re.compile(
-    rf"(?<![0-9.,])(-?[0-9][0-9.,]*)(\s+(?!or\b)[a-z]+)?\s+or\s+({SCALE_WORD})\b(?! than)", re.IGNORECASE
-)
+SCALE_WORDS = "more|greater|larger|higher|less|fewer|smaller|lower"
+Rewriting = tuple[tuple[str, ...], re.Pattern[str], str | Callable[[re.Match[str]], str]]
+BETWEEN_SCRIPTS = re.compile(r"(?<=[0-9])(?=[\u3040-\u9fff])|(?<=[\u3040-\u9fff])(?=[0-9])")
 CONTINENTAL = re.compile(  # 1.234,56 and 1.234.567
     r"(?<![0-9.,(\[])([0-9]{1,3}\.[0-9]{3}(?=[.,])(?:\.[0-9]{3})*)(?:(?<=\..{3}\..{3})()|(,[0-9]++))(?![.,]?[0-9])"
 )
@@ -90,9 +47,6 @@ DECIMAL_COMMA = re.compile(
     r"(?=[0-9]+(?![.,]?[0-9]|\s*(?:[)\]]|\\\})))"
 )
 GROUPS = re.compile(r"(?<![0-9.,])[1-9][0-9]{0,2}(?:(?: |~|\\ )[0-9]{3})+(?![0-9/])")  # 1 234 567
-REPEATING = re.compile(
-    r"(?<![0-9])([0-9]{0,50}+)\.([0-9]{0,50}+)\\(?:overline|bar|dot)\s*(?:\{([0-9]{1,50})\}|([0-9]))"
-)
 SUPERSCRIPTS = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
 OPEN_BOX = r"\\(?:boxed|fbox)\{"
 LINKED_BOXES = re.compile(
@@ -225,9 +179,7 @@ def stated_answer(text: str, markers: Sequence[str] = MARKERS) -> str | None:
         ('5', '5', '')
     """
     text = join_boxes(text) if r"\boxed{" in markers else text
-    if any(map(REWRITTEN.fullmatch, markers)):
-        markers = (*markers, "answer:")
-    place = answer_place(text, markers)
+    place = answer_place(text, _plain_markers(tuple(markers)))
     return None if place is None else text[place[1] : place[2]].lstrip(" \t\r\n*_").rstrip()
 
 
@@ -243,13 +195,110 @@ def answer_place(text: str, markers: Sequence[str] = MARKERS) -> tuple[int, int,
 
     An answer in a brace that is not closed is empty.
     """
-    last = None
-    for last in markers_pattern(tuple(markers)).finditer(text) if markers else ():  # noqa: B007  the last one decides
+    lower, last = text.casefold(), None
+    present = tuple(marker for word, marker in _first_words(tuple(markers)) if word in lower)
+    for last in markers_pattern(present).finditer(text) if present else ():  # noqa: B007  the last one decides
         pass
     if last is None:
         return None
     length = len(_brace_content(text[last.end() :])) if last.group().endswith("{") else len(text) - last.end()
     return last.start(), last.end(), last.end() + length
+
+
+def _rewriting(words: str, pattern: str, plain: str | Callable[[re.Match[str]], str]) -> Rewriting:
+    """Return words, a pattern in which ``@`` is one of them, and its replacement.
+
+    Only a text that contains one of the words can match, and the search for them takes a fraction of the time.
+    """
+    either = words.split("|")
+    pattern = pattern.replace("@", f"(?:{'|'.join(map(re.escape, either))})")
+    return tuple(either), re.compile(pattern, re.IGNORECASE | re.MULTILINE | re.DOTALL), plain
+
+
+def _before_value(words: str) -> str:
+    """Return a pattern of words, in a group, perhaps as text in LaTeX, before a number or formula."""
+    return rf"(?<![0-9)}}] )(?<![^\W_])(?:\\text\s*\{{\s*)?(?P<words>{words})\s*\}}?\s*{VALUE}"
+
+
+def _answer_of_json(value: re.Match[str]) -> str:
+    answer = value["other"] if value["text"] is None else re.sub(r"\\([\"\\])", r"\1", value["text"])
+    return f"\nAnswer: {answer.strip('[]')}\n"
+
+
+def _equations(lines: re.Match[str]) -> str:
+    """Return equations as a list in one line, and those that begin with the sign as the same equation."""
+    body = re.sub(r"\\\\\s*(?==|$)", " ", lines["body"].replace("&", "").rstrip()).replace(r"\\", ",")
+    return rf"\[{body}\]" if lines["display"] else body
+
+
+def _relation(bound: re.Match[str]) -> str:
+    """Return the sign of "at least", "no more than", "or less" etc."""
+    words = bound["words"].casefold()
+    negated = re.search(r"\bnot?\b", words) is not None
+    below = (re.search(r"most|up to|max|under|below|less|fewer|smaller|lower", words) is not None) != negated
+    strict = re.search(r"than|over|above|under|below", words) and not negated and "equal" not in words
+    return ("<" if below else ">") if strict else (r"\le " if below else r"\ge ")
+
+
+def _fraction(number: re.Match[str]) -> str:
+    """Return a repeating decimal as a fraction."""
+    whole, digits, several, one = number.groups()
+    period = several or one
+    tail = Fraction(int(period), 10 ** len(period) - 1) / 10 ** len(digits)
+    value = Fraction(f"{whole or 0}.{digits or 0}") + tail
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+REWRITINGS = (
+    _rewriting(r"\\[", r"(?<=\\\\)\[[0-9.]+[a-z]+\]", ""),  # the height of a row
+    _rewriting(
+        "answer",
+        r'"(?:final[ _]?)?@"\s*:\s*(?:"(?P<text>(?:[^"\\]|\\.)*)"|(?P<other>\[[^][{}]*\]|[^\s"{},\[\]]+))',
+        _answer_of_json,
+    ),
+    _rewriting(
+        r"\begin{",
+        r"@(?P<name>(?P<display>align|equation|gather)\*?|aligned|gathered|split|cases)\}"
+        r"(?P<body>(?:(?!\\begin|\\end).)*)\\end\{(?P=name)\}",
+        _equations,
+    ),
+    _rewriting(
+        r"$$|\[|\(",
+        r"(?=@)(?:\$\$[^$]*\$\$|\\\[(?:(?!\\\[|\\\]).)*\\\]|\\\((?:(?!\\\(|\\\)).)*\\\))",
+        lambda display: display[0].replace("\n", " "),
+    ),
+    _rewriting("<answer>", "@", "\nAnswer: \n"),
+    _rewriting("</answer>", "@", "\n\n"),
+    _rewriting("\n>", "@ ?", "\n"),  # a quotation
+    _rewriting("`", r"^[ \t]*@{3}[a-z]*[ \t]*$|@+", ""),
+    _rewriting("<", r"@(?:/?(?:b|br|div|em|end|eos|i|p|s|span|strong)|\|\w+\|)>", " "),
+    _rewriting("<=", "@", r"\\le "),
+    _rewriting(">=", r"@(?!>)", r"\\ge "),
+    _rewriting("equal to", r"(?<!or )\b@\b", "="),
+    _rewriting("answer", r"^[#*_ \t]*(?:(?:final|correct) )?@[*_ \t]*\n+(?=[^\n]+\s*\Z)", "Answer: "),
+    _rewriting(r"$|\[|\(|\boxed", r"^([^\n0-9\\]+)\n\s*(?=@)", r"\1 "),
+    _rewriting("minus|negative", _before_value("@"), "-"),
+    _rewriting("\u2013|\u2014", rf"(?<![\w)}}\]$%.])(?<![0-9)}}\]$%.] )@{VALUE}", "-"),
+    _rewriting("maybe|perhaps|possibly|probably", _before_value("@"), ""),
+    _rewriting("- ", rf"({OPENING})@ *{VALUE}", r"\1-"),
+    _rewriting(r"\approx|\simeq", r"(?<![\w\\)}\]])([a-z])\s*@\b", r"\1 ="),
+    _rewriting("^|**", r"(?<=[0-9])\s*(?:x|\*|\\times|\\cdot)\s*10\s*@", r" \\times 10^"),
+    _rewriting("**", r"(?<=[\w)])@(?=[-(]?[0-9])|(?<=[0-9)]) @ (?=[-(]?[0-9])", "^"),
+    _rewriting("^", r"@(?:\(([-+]?[0-9]+)\)|([-+][0-9]+))", r"^{\1\2}"),
+    _rewriting("over|above|under|below", _before_value(rf"{OPENING}@"), _relation),
+    _rewriting("at least|at most|up to|maximum of|minimum of", _before_value("@"), _relation),
+    _rewriting(" than", _before_value(rf"(?:not? )?(?:{SCALE_WORDS})@(?: or equal to)?"), _relation),
+    _rewriting(
+        SCALE_WORDS,
+        r"(?P<value>(?<![0-9.,])-?[0-9][0-9.,]*(?:\s+(?!or\b)[a-z]+)?)\s+or\s+(?P<words>@)\b(?! than)",
+        lambda bound: f"{_relation(bound)} {bound['value']}",
+    ),
+    _rewriting(
+        r"\overline|\bar|\dot",
+        r"(?<![0-9])([0-9]{0,50}+)\.([0-9]{0,50}+)@\s*(?:\{([0-9]{1,50})\}|([0-9]))",
+        _fraction,
+    ),
+)
 
 
 def plain_text(text: str) -> str:
@@ -258,17 +307,17 @@ def plain_text(text: str) -> str:
     Digits of other scripts, fraction characters and signs are ASCII, ``x 10**3`` is ``\times 10^3``, ``minus 5`` is -5,
     "at least 5" is ``\ge 5``; the answers of JSON and of ``<answer>`` stand after ``Answer:``.
     """
-    text = re.sub(r"(?<=\\\\)\[[0-9.]+[a-z]+\]", "", text)  # the height of a row
-    text = EQUATIONS.sub(_equations, JSON_ANSWER.sub(_answer_of_json, text))
-    text = DISPLAY.sub(lambda display: display[0].replace("\n", " "), text)
     if not text.isascii():
         text = SUPERSCRIPTS.sub(lambda run: f"^{{{unicodedata.normalize('NFKC', run.group())}}}", text)
         text = text.translate({ord(letter): plain for letter in set(text) if (plain := _letter(letter)) is not None})
-    for pattern, plain in NOTATIONS:
-        text = pattern.sub(plain, text)
-    text = BOUND.sub(lambda bound: _relation(bound[0]), text)
-    text = OR_MORE.sub(lambda bound: f"{_relation(bound[3])} {bound[1]}{bound[2] or ''}", text)
-    text = REPEATING.sub(lambda number: _fraction(*number.groups()), text)
+        text = BETWEEN_SCRIPTS.sub(" ", text)
+    lower = text.casefold()
+    for words, pattern, plain in REWRITINGS:
+        for word in words:
+            if word in lower:
+                text = pattern.sub(plain, text)
+                lower = text.casefold()
+                break
     return CONTINENTAL.sub(lambda number: number[1].replace(".", "") + (number[3] or "").replace(",", "."), text)
 
 
@@ -283,34 +332,6 @@ def _letter(letter: str) -> str | None:
         plain = "".join(chr(int(code, 16)) for code in codes).replace("\u2044", "/")
         return f" {plain}" if plain[-1] != "/" else None
     return LETTERS.get(letter)
-
-
-def _equations(lines: re.Match[str]) -> str:
-    """Return equations as a list in one line, and those that begin with the sign as the same equation."""
-    body = re.sub(r"\\\\\s*(?==|$)", " ", lines["body"].replace("&", "").rstrip()).replace(r"\\", ",")
-    return rf"\[{body}\]" if lines["display"] else body
-
-
-def _answer_of_json(value: re.Match[str]) -> str:
-    answer = value["other"] if value["text"] is None else re.sub(r"\\([\"\\])", r"\1", value["text"])
-    return f"\nAnswer: {answer.strip('[]')}\n"
-
-
-def _relation(words: str) -> str:
-    """Return the sign of "at least", "no more than", "or less" etc."""
-    words = words.casefold()
-    negated = re.search(r"\bnot?\b", words) is not None
-    below = (re.search(r"most|up to|max|under|below|less|fewer|smaller|lower", words) is not None) != negated
-    strict = re.search(r"than|over|above|under|below", words) and not negated and "equal" not in words
-    return ("<" if below else ">") if strict else (r"\le " if below else r"\ge ")
-
-
-def _fraction(whole: str, digits: str, several: str | None, one: str | None) -> str:
-    """Return a repeating decimal as a fraction."""
-    period = several or one or ""
-    tail = Fraction(int(period), 10 ** len(period) - 1) / 10 ** len(digits)
-    value = Fraction(f"{whole or 0}.{digits or 0}") + tail
-    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def with_decimal_points(text: str) -> str:
@@ -349,6 +370,18 @@ def _brace_content(text: str) -> str:
 
 
 @lru_cache(maxsize=64)
+def _plain_markers(markers: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the markers, and the one that :func:`plain_text` writes in place of a tag, key or heading."""
+    return (*markers, "answer:") if any(map(REWRITTEN.fullmatch, markers)) else markers
+
+
+@lru_cache(maxsize=64)
+def _first_words(markers: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return each marker after its first word in lower case."""
+    return [(marker.removesuffix(":").split(" ")[0].casefold(), marker) for marker in markers]
+
+
+@lru_cache(maxsize=1024)
 def markers_pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
     """Return a pattern for a marker that is no part of a longer word, as in ``answer isn't``."""
     longest_first = "|".join(map(_loose, sorted(markers, key=len, reverse=True)))

@@ -1,5 +1,6 @@
 """MathMatch: the results of math-verify, from any thread and process, also if a process hangs, stops or dies."""
 
+import itertools
 import json
 import math
 import os
@@ -209,6 +210,14 @@ def plain_number(draw: random.Random) -> str:
     return draw.choice(["", "-"]) + digits + ("." + decimals if decimals else "")
 
 
+def fractions(draw: random.Random) -> list[str]:
+    """Return an integer, a fraction that may be equal to it, and the same fraction extended."""
+    whole, bottom, factor = draw.randrange(-99, 999), draw.randrange(1, 20), draw.randrange(1, 9)
+    top = whole * bottom + draw.choice([0, 0, 1])
+    pairs = [(top, bottom), (top * factor, bottom * factor)]
+    return [str(whole), *(rf"{'-' if over < 0 else ''}\frac{{{abs(over)}}}{{{under}}}" for over, under in pairs)]
+
+
 @pytest.mark.nightly
 def test_plain_numbers_are_compared_as_math_verify_compares_them() -> None:
     math_verify = pytest.importorskip("math_verify")
@@ -219,6 +228,7 @@ def test_plain_numbers_are_compared_as_math_verify_compares_them() -> None:
         longer = number + ("0" if "." in number else ".0")
         pairs += [(number, other) for other in (plain_number(draw), number, longer[:16], number.removeprefix("-"))]
     pairs = [pair for pair in pairs if all(len(number.partition(".")[2]) <= 6 for number in pair)]
+    pairs += [pair for _ in range(300) for pair in itertools.permutations(fractions(draw), 2)]
     reward = MathMatch()
     found = reward([""] * len(pairs), [f"#### {text}" for _, text in pairs], answer=[wanted for wanted, _ in pairs])
     assert reward.pool.pids() == []  # no process was asked
