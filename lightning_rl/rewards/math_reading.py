@@ -13,6 +13,7 @@ from lightning_rl.rewards.answer_match import UnreadableReference
 from lightning_rl.rewards.measures import CURRENCIES, MULTIPLES, Unit, is_unit, unit_of
 from lightning_rl.rewards.text import (
     AND_OR,
+    BULLET,
     MARKERS,
     SPAN,
     plain_text,
@@ -164,6 +165,8 @@ def answers_of_text(text: str, *, commas: bool, bare: bool = False) -> list[Answ
         bare: True if a text without a marker may be a formula alone, such as the text of a tag.
     """
     text = _tidy(text[-TAIL:])
+    if not bare:
+        text = BULLET.sub("", text)
     if not commas:
         text = with_decimal_points(text)
     stated = _read_statement(text)

@@ -72,6 +72,7 @@ BEFORE = re.compile(  # a number is part of a formula, range, bound or time
 )
 BOUND = re.compile(r"(?:<|(?<![-=])>|\\[lgn]e)\s*$")
 WORDS_BEFORE_FORMULA = re.compile(r"^[^0-9\\$]+(?=\$[^$]*\$|\\\[|\\\()")
+ARITHMETIC = re.compile(r"(?:[0-9.,()\[\]{}\s*+/^$-]|\\(?:times|cdot|left|right))+")
 AFTER = re.compile(
     r"\s*(?:\\(?!text|math|mbox|right|quad|circ)[A-Za-z]+|\^(?!\s*\{?\s*\\circ)|[_>]|<(?!/)|[-+*/:]\s*(?:[0-9(\\]|[A-Za-z]\b))"
 )
@@ -95,10 +96,10 @@ class NumberMatch(AnswerMatch):
     r"""Number reward: 1 if a completion states the number of the reference, else 0.
 
     The last marker decides: the stated number is the first in the line after it (after the ``=`` in ``x = 42`` and ``6
-    * 7 = 42``), else the last number after it. A part of a formula (``3\sqrt{2}``), range or time is no number, nor are
-    several different values (``5 or 6``, ``5, 6``). Without a marker it is the last number of the completion. A brace
-    that is not closed states no number. Units and percent signs are ignored. Numbers are compared as fractions, without
-    rounding: 42, 42.0 and 84/2 are equal, 0.3333 and 1/3 are not.
+    * 7 = 42``, before it in ``42 = 6 * 7``), else the last number after it. A part of a formula (``3\sqrt{2}``), range
+    or time is no number, nor are several different values (``5 or 6``, ``5, 6``). Without a marker it is the last
+    number of the completion. A brace that is not closed states no number. Units and percent signs are ignored. Numbers
+    are compared as fractions, without rounding: 42, 42.0 and 84/2 are equal, 0.3333 and 1/3 are not.
 
     Args:
         answer: Name of the column with the references: numbers, texts with one number, whole answers of GSM8K, or lists
@@ -163,7 +164,7 @@ class NumberMatch(AnswerMatch):
             text = plain_text(reference).replace(r"\approx", "=")
             stated = stated_answer(text, self.markers)
             for part in (text,) if stated is None else (first_line(stated), stated):
-                value = self._only_number(without_spaces(SPACING.sub(" ", part)))
+                value = self._only_number(re.sub("^- +", "-", without_spaces(SPACING.sub(" ", part))))
                 if value is not None:
                     return value
         raise UnreadableReference(f"expected a number, or a text with one number, got {reference!r:.200}")
@@ -208,7 +209,9 @@ def _stated_value(line: str, numbers: list[re.Match[str]]) -> Fraction | None:
     different = any(
         one is not number and value_of(one) != value and SEVERAL.fullmatch(_between(line, number, one)) for one in near
     )
-    equated = NUMBER.fullmatch(left)  # the 4 of "4 = 5"
+    equated = NUMBER.fullmatch(left)  # the 4 of "4 = 5", the 15 of "15 = 3 * 5"
+    if part and equated and ARITHMETIC.fullmatch(line, begin):
+        return value_of(equated)
     return None if part or different or (equated and value_of(equated) != value) else value
 
 

@@ -34,7 +34,8 @@ LETTERS |= {"\u5143": " yuan ", "\u3002": ". "}
 LETTERS |= {"\u221e": r"\infty ", "\u03c0": r"\pi ", "\u2205": r"\emptyset ", "\u222a": r"\cup ", "\u2229": r"\cap "}
 LETTERS |= {"\u00b0": r"^\circ ", "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u00b1": r"\pm "}
 VALUE = r"(?=[-+]?\\?\$?\\?\(?\.?(?:[0-9]|\\[dt]?frac|\\sqrt|\\pi))"
-OPENING = r"(?:(?<=[={(\[:#])\s?|(?<=\bis )|(?<=[\s:]\$))"  # of an answer
+OPENING = r"(?:(?<=[={(\[])\s?|(?<=[:#])[ \t]?|(?<=\bis )|(?<=\$)(?<![^\s:]\$))"  # of an answer
+BULLET = re.compile(rf"^(?<![={{(\[$]\n)[ \t]*- +{VALUE}", re.MULTILINE)
 REWRITTEN = re.compile(r"<answer>|\"(?:final.)?answer\":?|[#*_ ]+(?:final )?answer[*_ ]*", re.IGNORECASE)
 SCALE_WORDS = "more|greater|larger|higher|less|fewer|smaller|lower"
 Rewriting = tuple[tuple[str, ...], re.Pattern[str], str | Callable[[re.Match[str]], str]]

@@ -336,6 +336,23 @@ BOTH: dict[str, Rows] = {  # of NumberMatch and MathMatch
         ),
         ("\\boxed{-\u00bd}", "-0.5", 1.0),
         ("Answer: 10 - 5 = 5", "5", 1.0),
+        *(
+            row
+            for said in ("$- 5$", "- 5", "\\[\n- 5\n\\]", "\\boxed{\n- 5}")
+            for row in ((f"Answer: {said}", "-5", 1.0), (f"Answer: {said}", "- 5", 1.0))
+        ),
+        ("$- 5$", "-5", 1.0),
+        *((f"{before}- 5", "5", 1.0) for before in ("", "The result:\n", "Answer:\n", "  ")),
+    ],
+    "equation": [
+        *(
+            (f"Answer: {said}", "15", 1.0)
+            for said in ("15 = 3 * 5", "3 * 5 = 15", "x = 15 = 10 + 5", "15 = (2 + 3) * 3")
+        ),
+        *((rf"\boxed{{{said}}}", "15", 1.0) for said in (r"15 = 3 \cdot 5", r"15 = 3 \times 5", "$15 = 5 + 10$")),
+        ("Answer: 15 = 3 * 5", "5", 0.0),
+        ("Answer: 15 = 3x", "15", 0.0),
+        ("Answer: 2x = 3 * 5", "2", 0.0),
     ],
     "scale": [
         ("1.5e-3.", "0.0015", 1.0),
