@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.advantages import Estimator, resolve_advantages
+from lightning_rl.advantages import resolve_advantages
 from lightning_rl.checkpointing.optimizer_options import (
     ConfiguredOptimizer,
     describe_optimizer,
@@ -35,9 +35,9 @@ from lightning_rl.data import Prompt
 from lightning_rl.data.prompt_checks import prompt_findings
 from lightning_rl.data.row_schema import is_token_ids
 from lightning_rl.distributed import parallel_of
-from lightning_rl.environments import Conversations, Environment, EnvironmentReward
+from lightning_rl.environments import Conversations, EnvironmentReward
 from lightning_rl.generation import Engine, SamplingParams, TransformersEngine
-from lightning_rl.losses import Critic, PolicyLoss, resolve_loss
+from lightning_rl.losses import Critic, resolve_loss
 from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder
 from lightning_rl.policy import ModelOptions
 from lightning_rl.policy.build import build_tokenizer
@@ -47,7 +47,8 @@ from lightning_rl.signal.reductions import resolve_reduction
 from lightning_rl.utils.arguments import check_counts, check_numbers
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.naming import check_hooks, name_of
-from lightning_rl.utils.trainer import callbacks_of, is_own
+from lightning_rl.utils.places import MODULE, check_place
+from lightning_rl.utils.trainer import callbacks_of
 
 ANSWER = "quux"  # a text that no template writes
 MAX_SCHEDULE = 20_000  # steps of a fit for which a schedule is followed, in about 0.2 seconds
@@ -86,7 +87,7 @@ def check_flags(trainer: Trainer) -> None:
     for callback in callbacks_of(trainer):
         if not isinstance(callback, Callback):
             callbacks_of(trainer).remove(callback)  # Lightning would call it while handling the error
-            raise ValueError(_no_callback(callback))
+        _check_callback(callback)
         check_hooks(type(callback), Callback)
         _check_averaging(callback, trainer)
         if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:  # noqa: SLF001
@@ -122,22 +123,13 @@ def _check_file_name(callback: ModelCheckpoint) -> None:
         )
 
 
-def _no_callback(part: Any) -> str:
-    if isinstance(part, type):
-        return f"expected callbacks to be objects, got the class {part.__name__}: call it"
-    places = {
-        "loss=": PolicyLoss,
-        "advantages=": Estimator,
-        "engine=": Engine,
-        "sampling=": SamplingParams,
-        "model=": ModelOptions,
-        "critic=": Critic,
-        "environment=": Conversations | Environment,
-        "optimizer=": Optimizer,
-    }
-    place = next((argument for argument, kinds in places.items() if isinstance(part, kinds)), "rewards=")
-    cure = f"pass it as {place} of RLLightningModule" if is_own(part) else "remove it"
-    return f"expected callbacks to be callbacks of Lightning, got {name_of(part)}, which is none: {cure}"
+def _check_callback(callback: Any) -> None:
+    """Raise ValueError unless an item of ``Trainer(callbacks=)`` is a callback."""
+    check_place("callbacks= of Trainer", callback)
+    if isinstance(callback, type):
+        raise ValueError(f"expected callbacks to be objects, got the class {callback.__name__}: call it")
+    if not isinstance(callback, Callback):
+        raise ValueError(f"expected callbacks to be callbacks of Lightning, got {name_of(callback)}: remove it")
 
 
 def _check_length(builder: Callable[[Optimizer], LRScheduler], optimizer: Optimizer, steps: float) -> None:
@@ -184,11 +176,7 @@ def resolve_options(options: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: If an argument is out of range or a name unknown.
     """
     for name, part in options.items():
-        if isinstance(part, Callback) or (isinstance(part, type) and issubclass(part, Callback)):
-            raise ValueError(
-                f"expected {name}= without callbacks, got the callback {name_of(part)}: pass it in Trainer("
-                "callbacks=[...])"
-            )
+        check_place(f"{name}={MODULE}", part)
     sampling = options["sampling"]
     names = "group_size", "minibatches_per_rollout", "epochs_per_rollout"
     check_counts(1, **{name: options[name] for name in names})

@@ -1,5 +1,6 @@
 """Checks at setup: each error says who, what, and what to do about it."""
 
+import inspect
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,7 +14,16 @@ from typing import Any, cast
 import pytest
 import torch
 from kit.specs import check, spec_of
-from kit.support import a_trainer, callback_of, fit, ragged_rollout, tiny_module, tiny_tokenizer
+from kit.support import (
+    a_trainer,
+    callback_of,
+    fit,
+    parity_reward,
+    ragged_rollout,
+    tiny_module,
+    tiny_policy,
+    tiny_tokenizer,
+)
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -26,16 +36,23 @@ from lightning_rl import (
     GSPO,
     RLOO,
     ClippedSurrogate,
+    Conversations,
+    Critic,
     Evaluation,
     FakeEngine,
+    FSDP2Strategy,
+    ModelOptions,
     PolicyLoss,
     PromptDataModule,
     RawReward,
     Reinforce,
     RLCallback,
     RLLightningModule,
+    SamplingParams,
+    SequenceSumNorm,
     TransformersEngine,
     latest_checkpoint,
+    token_mean,
     warmup_then_linear,
 )
 from lightning_rl.advantages import ESTIMATORS, Estimator, Normalized, ReMax
@@ -56,7 +73,7 @@ from lightning_rl.callbacks import (
 )
 from lightning_rl.corrections import Corrections
 from lightning_rl.corrections.rl_callback import Ratio
-from lightning_rl.environments import Environment
+from lightning_rl.environments import Environment, EnvironmentReward
 from lightning_rl.losses import resolve_loss
 from lightning_rl.rewards import ChoiceMatch, ExactMatch, Length, NumberMatch, SubprocessReward
 from lightning_rl.run_spec import (
@@ -432,27 +449,48 @@ def test_a_misspelled_hook_of_a_plain_callback_is_refused_at_setup() -> None:
         fit(tiny_module(), callbacks=[kinds[1]()])
 
 
-@pytest.mark.parametrize(
-    ("part", "cure"),
-    [
-        (GSPO(), "GSPO, which is none: pass it as loss= of RLLightningModule"),
-        (GRPO(), "GRPO, which is none: pass it as advantages= of"),
-        (NumberMatch(), "NumberMatch, which is none: pass it as rewards= of"),
-        (TransformersEngine(), "pass it as engine= of"),
-        (object(), "object, which is none: remove it"),
-    ],
-    ids=["loss", "estimator", "reward", "engine", "other"],
-)
-def test_a_part_of_the_module_among_the_callbacks_is_refused_with_its_argument(part: Any, cure: str) -> None:
-    with pytest.raises(ValueError, match=f"expected callbacks to be callbacks of Lightning, got .*{cure}"):
-        fit(tiny_module(), callbacks=[part])
+PLACED: dict[str, Sequence[Any]] = {
+    "loss": (GSPO(), GSPO),
+    "advantages": (GRPO(), GRPO),
+    "rewards": (NumberMatch(), NumberMatch, EnvironmentReward()),
+    "engine": (TransformersEngine(), TransformersEngine),
+    "sampling": (SamplingParams(), SamplingParams),
+    "model": (ModelOptions(),),
+    "critic": (Critic("shared"),),
+    "reduction": (token_mean, SequenceSumNorm(8)),
+    "environment": (Environment, Conversations(Environment)),
+    "evaluation": (Evaluation("gsm8k", ["1 + 1 ="]),),
+    "optimizer": (SGD, partial(SGD, lr=1e-6), SGD([torch.zeros(1)])),
+    "lr_scheduler": (LinearLR, warmup_then_linear(1, 2), warmup_then_linear),
+    "tokenizer": (tiny_tokenizer(),),
+    "callbacks": (NoEOSMask, NoEOSMask(), ModelCheckpoint()),
+    "logger": (CSVLogger("runs"),),
+    "strategy": (FSDP2Strategy(),),
+    "datamodule": (PromptDataModule(["a"], 1),),
+}
+OF_TRAINER = {"callbacks": " of Trainer", "logger": " of Trainer", "strategy": " of Trainer"}
+PLACE = {name: f"{name}={OF_TRAINER.get(name, ' of RLLightningModule')}" for name in PLACED}
+PLACE["datamodule"] = "datamodule= of Trainer.fit"
 
 
-@pytest.mark.parametrize("option", ["loss", "advantages", "rewards"])
-@pytest.mark.parametrize("part", [NoEOSMask, NoEOSMask()])
-def test_a_correction_as_a_part_of_the_module_is_refused_with_its_place(option: str, part: Any) -> None:
-    with pytest.raises(ValueError, match=f"{option}=.* got the callback NoEOSMask: pass it in Trainer"):
-        tiny_module(**{option: part})
+@pytest.mark.parametrize("place", PLACED)
+def test_an_object_in_the_place_of_another_is_refused_with_its_argument(place: str) -> None:
+    options: dict[str, Any] = {"policy": tiny_policy, "rewards": parity_reward}
+    arguments = [name for name in inspect.signature(RLLightningModule).parameters if name != place]
+    for part in PLACED[place]:
+        message = f"expected another object as {{}}, got .*: pass it as {re.escape(PLACE[place])}$"
+        for name in arguments:
+            with pytest.raises(ValueError, match=message.format(f"{name}= of RLLightningModule")):
+                RLLightningModule(**options | {name: [part] if name in ("rewards", "evaluation") else part})
+        if place != "callbacks" and not hasattr(part, "state_dict"):  # of which the Trainer itself reads the state
+            with pytest.raises(ValueError, match=message.format("callbacks= of Trainer")):
+                fit(tiny_module(), callbacks=[part])
+
+
+def test_what_belongs_nowhere_is_refused_among_the_callbacks() -> None:
+    other: Any = object()
+    with pytest.raises(ValueError, match="expected callbacks to be callbacks of Lightning, got object: remove it"):
+        fit(tiny_module(), callbacks=[other])
 
 
 @pytest.mark.parametrize(

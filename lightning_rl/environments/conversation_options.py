@@ -16,6 +16,7 @@ from lightning_rl.environments.workers import WorkerPool
 from lightning_rl.policy.build import max_prompt_length
 from lightning_rl.serialization import import_by_name
 from lightning_rl.utils.arguments import check_counts, check_numbers
+from lightning_rl.utils.places import MODULE, check_place
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Conversations:
 
     def __post_init__(self) -> None:
         """Check the options, and warn of timeouts without effect."""
+        check_place(f"environment={MODULE}", self.source)
         check_counts(1, max_turns=self.max_turns)
         check_counts(1, optional=True, max_turn_tokens=self.max_turn_tokens)
         check_counts(0, workers=self.workers)

@@ -28,6 +28,7 @@ from lightning_rl.signal.rounded_sum import rounded_sum
 from lightning_rl.utils.arguments import check_numbers, check_rows
 from lightning_rl.utils.event_loop import EventLoop
 from lightning_rl.utils.naming import check_columns, in_words, name_of
+from lightning_rl.utils.places import MODULE, check_place
 from lightning_rl.utils.torch_state import preserve_torch_state
 
 RewardSource = (
@@ -78,6 +79,7 @@ class Rewards:
         """Check the options, and convert the functions to a mapping from name to (function, weight)."""
         check_numbers(above=0, finite=True, optional=True, timeout=self.timeout)
         check_numbers(above=0, at_most=1, optional=True, max_failure_rate=self.max_failure_rate)
+        check_place(f"rewards={MODULE}", self.functions)
         pairs = _pairs(self.functions)
         check_reward_names(list(pairs))
         for name, pair in pairs.items():
