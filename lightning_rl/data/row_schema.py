@@ -167,15 +167,20 @@ def apply(preprocess: Callable[[Any], Any], row: Any, name: str) -> Any:
     """Return the result of ``preprocess`` on a row.
 
     Raises:
-        ValueError: If the function raises; with the name of the row.
+        ValueError: If the function raises or returns None; with the name of the row.
     """
     try:
-        return preprocess(row)
+        result = preprocess(row)
     except Exception as error:
         function = name_of(preprocess)
         raise ValueError(
             f"expected preprocess={function} to return a row, but it failed on {name}: {error!r}"
         ) from error
+    if result is None:
+        raise ValueError(
+            f"expected preprocess={name_of(preprocess)} to return a row, got None for {name}: end it with return"
+        )
+    return result
 
 
 def check_mapping(columns: Mapping[str, str], names: Sequence[str] | Mapping[str, Any], where: str) -> None:
@@ -186,8 +191,8 @@ def check_mapping(columns: Mapping[str, str], names: Sequence[str] | Mapping[str
     """
     for new, old in columns.items():
         if old not in names and old.partition(".")[0] not in names:
-            near = difflib.get_close_matches(old, list(names), 1)
-            cure = f'columns={{"{new}": "{near[0]}"}}' if near else "one of these in columns="
+            near = [new] if new in names else difflib.get_close_matches(old, list(names), 1)
+            cure = f'columns={{"{old if new in names else new}": "{near[0]}"}}' if near else "one of these in columns="
             raise ValueError(
                 f'expected columns={dict(columns)} to name columns that exist, got no "{old}" in {where}, which has '
                 f"{in_words(names)}: write {cure}"

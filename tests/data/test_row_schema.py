@@ -177,6 +177,12 @@ def failing(row: Any) -> Any:
             {"y": 1},
             r"preprocess=failing to return a row, but it failed on prompt 0: KeyError\('x'\)",
         ),
+        (
+            {"preprocess": lambda _: None},
+            {"y": 1},
+            r"preprocess=<lambda> to return a row, got None for prompt 0: end",
+        ),
+        ({"columns": {"x": "prompt"}}, {"x": "a"}, r'got no "prompt" in prompt 0.*: write columns=\{"prompt": "x"\}'),
         ({"preprocess": dict}, {"y": 1}, r'got none in prompt 0, which has "y": name the prompt column'),
     ],
 )
