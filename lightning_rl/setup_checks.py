@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.advantages import resolve_advantages
+from lightning_rl.advantages import ESTIMATORS, resolve_advantages
 from lightning_rl.checkpointing.optimizer_options import (
     ConfiguredOptimizer,
     describe_optimizer,
@@ -37,13 +37,13 @@ from lightning_rl.data.row_schema import is_token_ids
 from lightning_rl.distributed import parallel_of
 from lightning_rl.environments import Conversations, EnvironmentReward
 from lightning_rl.generation import Engine, SamplingParams, TransformersEngine
-from lightning_rl.losses import Critic, resolve_loss
+from lightning_rl.losses import LOSSES, Critic, resolve_loss
 from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder
 from lightning_rl.policy import ModelOptions
 from lightning_rl.policy.build import build_tokenizer
 from lightning_rl.rewards import Rewards
 from lightning_rl.serialization import import_by_name
-from lightning_rl.signal.reductions import resolve_reduction
+from lightning_rl.signal.reductions import REDUCTIONS, resolve_reduction
 from lightning_rl.utils.arguments import check_counts, check_numbers
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.naming import check_hooks, name_of
@@ -51,6 +51,7 @@ from lightning_rl.utils.places import MODULE, check_place
 from lightning_rl.utils.trainer import callbacks_of
 
 ANSWER = "quux"  # a text that no template writes
+NAMES: dict[str, Collection[str]] = {"advantages": ESTIMATORS, "loss": LOSSES, "reduction": REDUCTIONS}
 MAX_SCHEDULE = 20_000  # steps of a fit for which a schedule is followed, in about 0.2 seconds
 
 
@@ -101,7 +102,14 @@ def check_flags(trainer: Trainer) -> None:
 
 
 def _check_loggers(trainer: Trainer) -> None:
-    """Raise ValueError for two loggers of one class with one folder, in which each row would be written twice."""
+    """Raise ValueError for a name or class as logger, and for two of one class with one folder, written twice."""
+    for logger in trainer.loggers:
+        if isinstance(logger, type) or not hasattr(logger, "log_metrics"):
+            trainer.loggers = []  # Lightning would call them while handling the error
+            check_place("logger= of Trainer", logger)
+            got = f"a {type(logger).__name__}: pass an object, True for the default logger, or False"
+            got = f"the class {logger.__name__}: call it" if isinstance(logger, type) else got
+            raise ValueError(f"expected logger to be a logger such as CSVLogger(folder), got {got}")
     folders = [(type(logger).__name__, logger.log_dir) for logger in trainer.loggers if logger.log_dir is not None]
     for name, folder in folders:
         if folders.count((name, folder)) > 1:
@@ -129,7 +137,12 @@ def _check_callback(callback: Any) -> None:
     if isinstance(callback, type):
         raise ValueError(f"expected callbacks to be objects, got the class {callback.__name__}: call it")
     if not isinstance(callback, Callback):
-        raise ValueError(f"expected callbacks to be callbacks of Lightning, got {name_of(callback)}: remove it")
+        got, cure = name_of(callback), "remove it"
+        if isinstance(callback, str):
+            got, cure = repr(callback), "pass an object, such as NoEOSMask()"
+        elif any(kind.__module__.startswith("pytorch_lightning.") for kind in type(callback).__mro__):
+            got, cure = f"{got} of pytorch_lightning", "import from lightning.pytorch"
+        raise ValueError(f"expected callbacks to be callbacks of Lightning, got {got}: {cure}")
 
 
 def _check_length(builder: Callable[[Optimizer], LRScheduler], optimizer: Optimizer, steps: float) -> None:
@@ -177,6 +190,7 @@ def resolve_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name, part in options.items():
         check_place(f"{name}={MODULE}", part)
+    _check_names(**{name: options[name] for name in NAMES})
     sampling = options["sampling"]
     names = "group_size", "minibatches_per_rollout", "epochs_per_rollout"
     check_counts(1, **{name: options[name] for name in names})
@@ -206,6 +220,14 @@ def resolve_options(options: Mapping[str, Any]) -> dict[str, Any]:
         "tokenizer": build_tokenizer(options["tokenizer"], sources["policy"]),
         "engine": options["engine"] or TransformersEngine(),
     }
+
+
+def _check_names(**names: Any) -> None:
+    """Raise ValueError for a name that another argument takes."""
+    for option, name in names.items():
+        known = {other for other, table in NAMES.items() if isinstance(name, str) and name in table}
+        if known and option not in known:
+            raise ValueError(f'expected another name for {option}=, got "{name}": pass it as {min(known)}="{name}"')
 
 
 def check_turn_tokens(max_turn_tokens: int | None, max_new_tokens: int) -> None:

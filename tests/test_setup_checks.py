@@ -487,10 +487,44 @@ def test_an_object_in_the_place_of_another_is_refused_with_its_argument(place: s
                 fit(tiny_module(), callbacks=[part])
 
 
-def test_what_belongs_nowhere_is_refused_among_the_callbacks() -> None:
-    other: Any = object()
-    with pytest.raises(ValueError, match="expected callbacks to be callbacks of Lightning, got object: remove it"):
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (object(), "object: remove it"),
+        ("NoEOSMask", r"'NoEOSMask': pass an object, such as NoEOSMask\(\)"),
+        (
+            type("Timer", (), {"__module__": "pytorch_lightning.callbacks.timer"})(),
+            "Timer of pytorch_lightning: import from lightning.pytorch",
+        ),
+    ],
+    ids=["object", "name", "other-package"],
+)
+def test_what_is_no_callback_is_refused_with_the_cure(other: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"expected callbacks to be callbacks of Lightning, got {message}$"):
         fit(tiny_module(), callbacks=[other])
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "place"),
+    [("loss", "grpo", "advantages"), ("advantages", "ppo", "loss"), ("reduction", "gspo", "loss")],
+)
+def test_a_name_of_another_argument_is_refused_with_that_argument(option: str, name: str, place: str) -> None:
+    with pytest.raises(ValueError, match=f'another name for {option}=, got "{name}": pass it as {place}="{name}"'):
+        tiny_module(**{option: name})
+
+
+@pytest.mark.parametrize(
+    ("logger", "message"),
+    [
+        ("csv", r"a logger such as CSVLogger\(folder\), got a str: pass an object, True"),
+        ([CSVLogger], "got the class CSVLogger: call it"),
+        (NoEOSMask(), "got NoEOSMask: pass it as callbacks= of Trainer"),
+    ],
+    ids=["name", "class", "callback"],
+)
+def test_what_is_no_logger_is_refused_with_the_cure(logger: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(tiny_module(), logger=logger)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ PLACES = {
     "lightning_rl.optimizers": f"optimizer={MODULE}",
     "lightning_rl.optimizers.WarmupThenLinear": f"lr_scheduler={MODULE}",
     "lightning_rl.optimizers.warmup_then_linear": f"lr_scheduler={MODULE}",
+    "lightning_rl.presets": f"**preset.options{MODULE}",
     "lightning_rl.policy.model_options": f"model={MODULE}",
     "lightning_rl.rewards": f"rewards={MODULE}",
     "lightning_rl.signal.reductions": f"reduction={MODULE}",
