@@ -1,7 +1,7 @@
 """BaseModule: parts of a run, and the hooks around its training: setup, checkpoints, engine, evaluation, export."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, cast
@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.parsing import AttributeDict
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
@@ -141,6 +142,21 @@ class BaseModule(LightningModule):
         if not hasattr(self, "_hparams"):
             self._hparams = AttributeDict(cast(dict[str, Any], describe(self.options)))
         return self._hparams
+
+    @override
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return the parameters; before the policy is built, an optimizer of them would be empty.
+
+        Raises:
+            ValueError: If there is neither a policy nor a Trainer.
+        """
+        if self.policy is None and self._trainer is None:
+            raise ValueError(
+                "expected parameters of a policy, which is built at setup, got a module without one: pass a function "
+                "as optimizer= of RLLightningModule, such as partial(AdamW, lr=1e-6), or --model.optimizer (and "
+                "--model.lr_scheduler) instead of --optimizer to LightningCLI"
+            )
+        return super().parameters(recurse)
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:

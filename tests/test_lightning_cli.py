@@ -262,3 +262,9 @@ def test_every_kind_of_option_is_read(
             assert value.get("init_args", {}).items() <= shown["init_args"].items()
         else:
             assert shown == value or value.items() <= shown.items()
+
+
+@pytest.mark.filterwarnings("ignore:`RLLightningModule.configure_optimizers` will be overridden")
+def test_an_optimizer_of_the_command_line_itself_is_refused_with_its_place(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"--model\.optimizer .* instead of --optimizer to LightningCLI"):
+        run("fit", "--config", "run.yaml", "--optimizer", "AdamW")
