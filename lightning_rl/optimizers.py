@@ -8,6 +8,8 @@ from typing import Any
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from lightning_rl.utils.arguments import check_counts
+
 OptimizerBuilder = Callable[[list[dict[str, Any]]], Optimizer]
 SchedulerBuilder = Callable[[Optimizer], LRScheduler]
 
@@ -61,7 +63,8 @@ def warmup_then_linear(warmup: int, total: int) -> SchedulerBuilder:
 
 
 def _check_steps(warmup: int, total: int) -> None:
-    if not 0 <= warmup < total:
+    check_counts(0, warmup=warmup, total=total)
+    if warmup >= total:
         raise ValueError(f"expected 0 <= warmup < total optimizer steps, got warmup={warmup} and total={total}")
 
 

@@ -14,16 +14,18 @@ from lightning_rl.utils.arguments import check_bools, check_choices, check_count
     [
         ({"above": 0}, 0, "expected beta > 0, got 0"),
         ({"above": 0}, math.nan, "expected beta > 0, got nan"),
-        ({"above": 0}, True, "expected beta > 0, got True"),
+        ({"above": 0}, True, "expected beta to be a number > 0, got True"),
         ({"at_least": 0}, -1e-9, "expected beta >= 0, got -1e-09"),
-        ({"at_least": 0}, "0.1", "expected beta >= 0, got '0.1'"),
-        ({"at_least": 0}, None, "expected beta >= 0, got None"),
+        ({"at_least": 0}, "0.1", "expected beta to be a number >= 0, got str '0.1': remove the quotes"),
+        ({"at_least": 0}, None, "expected beta to be a number >= 0, got None"),
         ({"at_least": 0, "at_most": 1}, 1.5, "expected beta in [0, 1], got 1.5"),
         ({"above": 0, "at_most": 1}, 0, "expected beta in (0, 1], got 0"),
         ({"at_most": 1}, 2, "expected beta <= 1, got 2"),
         ({"above": 1, "optional": True}, 1, "expected beta > 1 or None, got 1"),
         ({"at_least": 0, "finite": True}, math.inf, "expected beta >= 0 and finite, got inf"),
-        ({}, [1.0], "expected beta to be a number, got [1.0]"),
+        ({}, [1.0], "expected beta to be a number, got list [1.0]"),
+        ({"at_most": 1, "optional": True}, "low", "expected beta to be a number <= 1 or None, got str 'low'"),
+        ({}, math.nan, "expected beta to be a number, got nan"),
     ],
 )
 def test_numbers_out_of_bounds_are_refused_by_name(bounds: dict[str, Any], value: Any, message: str) -> None:
@@ -37,9 +39,12 @@ def test_numbers_within_bounds_pass() -> None:
     check_numbers(above=0, finite=True, optional=True, a=None, b=3.0)
 
 
-@pytest.mark.parametrize("number", [-1, 0.5, True, "1", None])
-def test_what_is_no_whole_number_is_refused(number: Any) -> None:
-    with pytest.raises(ValueError, match=f"expected size to be a whole number of at least 0, got {number!r}"):
+@pytest.mark.parametrize(
+    ("number", "got"),
+    [(-1, "-1"), (0.5, "0.5"), (True, "True"), ("1", "str '1': remove the quotes"), ("a", "str 'a'"), (None, "None")],
+)
+def test_what_is_no_whole_number_is_refused(number: Any, got: str) -> None:
+    with pytest.raises(ValueError, match=f"^expected size to be a whole number of at least 0, got {got}$"):
         check_counts(0, size=number)
     check_counts(0, size=0)
 

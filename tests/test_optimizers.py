@@ -2,6 +2,7 @@
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -38,9 +39,15 @@ def test_the_warmup_is_linear_and_reaches_the_full_rate(warmup: int, total: int)
     assert rates(warmup, total, warmup) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize(("warmup", "total"), [(-1, 4), (4, 4), (5, 4), (0, 0)])
+@pytest.mark.parametrize(("warmup", "total"), [(4, 4), (5, 4)])
 def test_a_warmup_that_does_not_fit_is_refused(warmup: int, total: int) -> None:
     with pytest.raises(ValueError, match=f"total optimizer steps, got warmup={warmup} and total={total}"):
+        warmup_then_linear(warmup, total)
+
+
+@pytest.mark.parametrize(("warmup", "total"), [(-1, 4), ("1", 4), (0, "4"), (0.1, 4)])
+def test_a_warmup_that_is_no_number_of_steps_is_refused(warmup: Any, total: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected (warmup|total) to be a whole number of at least 0, got"):
         warmup_then_linear(warmup, total)
 
 

@@ -28,6 +28,7 @@ from transformers import Qwen2ForCausalLM
 from typing_extensions import override
 
 from lightning_rl import (
+    Evaluation,
     FaultTolerance,
     PromptDataModule,
     RLLightningModule,
@@ -111,6 +112,10 @@ MODELS: dict[str, Case] = {
         made(policy="./nowhere"),
         "policy= to be an existing folder, .* got './nowhere'",
     ),
+    "policy-file": (
+        made(policy=__file__),
+        "policy= to be an existing folder, .* got the file .*: pass the folder of a model, or load a run by RLLight",
+    ),
     "policy-no-such-function": (
         made(policy="kit.support.tiny_polcy"),
         r"policy='kit.support.tiny_polcy' .* module 'kit.support' has no 'tiny_polcy': did you mean .*tiny_policy",
@@ -144,7 +149,7 @@ DRAWING: dict[str, Case] = {
     "greedy": (made(temperature=0.0), "random sampling for training, got temperature=0, .* equal: raise temperature"),
     "top_k-one": (made(top_k=1), "random sampling for training, got top_k=1, .* equal: raise top_k"),
     "top_p-tiny": (made(top_p=1e-6), "random sampling for training, got top_p=1e-06, .* equal: raise top_p"),
-    "temperature-text": (made(temperature="1"), "expected temperature >= 0, got '1'"),
+    "temperature-text": (made(temperature="1"), "expected temperature to be a number >= 0, got str '1': remove"),
     "temperature-nan": (made(temperature=math.nan), "expected temperature >= 0, got nan"),
     "top_k": (made(top_k=-1), "expected top_k to be a whole number of at least 0, got -1"),
     "top_p": (made(top_p=0.0), r"expected top_p in \(0, 1\], got 0.0"),
@@ -216,6 +221,7 @@ NUMBERS: dict[str, Case] = {
         r"expected environment gym to be made without arguments .*, got GymEnvironment, missing a required "
         r"argument: 'make': pass functools.partial\(GymEnvironment, ...\) or a lambda",
     ),
+    "environment that is a tool": (made(environment=parity_reward), r", or \[parity_reward\] if it is a tool"),
     "environment without a name": (made(environment={3: Echo}), "a name without / for each environment, .*, got 3"),
     "environment of a path": (made(environment={"a/b": Echo}), "a name without / .*, got 'a/b': its metrics are env/"),
     "environment that is an object": (
@@ -251,7 +257,7 @@ NUMBERS: dict[str, Case] = {
     "max_turns": (made(environment=Echo, max_turns=0), "expected max_turns to be a whole number above 0, got 0"),
     "no environment": (made(environment={}), "expected an environment or several by name, got an empty mapping"),
     "tools": (made(tools=["calculator"]), r"tools to be a list of at least one function, got \['calculator'\]: pass"),
-    "max_grad_norm-text": (made(max_grad_norm="1"), "expected max_grad_norm > 0 or None, got '1'"),
+    "max_grad_norm-text": (made(max_grad_norm="1"), "expected max_grad_norm to be a number > 0 or None, got str '1'"),
     "allow_config_changes": (
         lambda: FaultTolerance(allow_config_changes="seed"),
         "expected allow_config_changes to be a list of names, .* got 'seed'",
@@ -284,8 +290,8 @@ NUMBERS: dict[str, Case] = {
     ),
     "loss-module": (made(loss=torch.nn.CrossEntropyLoss()), "a function of a LossView .* the module CrossEntropyLoss"),
     "loss-number": (made(loss=[3]), r"expected a loss out of ppo, .* got \[3\]"),
-    "advantages-preset": (made(advantages=presets.grpo()), "expected advantages out of grpo, .* got Preset"),
-    "reduction-preset": (made(reduction=presets.grpo()), "expected a reduction out of token_mean, .* got Preset"),
+    "advantages-preset": (made(advantages=presets.grpo()), r"got Preset: pass it as \*\*preset.options"),
+    "reduction-preset": (made(reduction=presets.grpo()), r"got Preset: pass it as \*\*preset.options"),
     "lr_scheduler-metric": (
         fitted(lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau),
         "a scheduler .* that counts optimizer steps, such as .* got ReduceLROnPlateau, which waits for a metric",
@@ -372,7 +378,10 @@ REWARDS: dict[str, Case] = {
     ),
     "two-names": (made(rewards=[parity_reward, parity_reward]), "reward functions with different names, got"),
     "reserved": (made(rewards={"task": parity_reward}), "expected names of rewards other than .*'task'"),
-    "weight-text": (made(rewards={"a": (parity_reward, "0.5")}), "weight of reward a to be a number, got '0.5'"),
+    "weight-text": (
+        made(rewards={"a": (parity_reward, "0.5")}),
+        "weight of reward a to be a number, got str '0.5': remove the quotes",
+    ),
     "no-function": (made(rewards={"a": 3}), r"a function or \(function, finite weight\) for reward a, got \(3, 1.0\)"),
     "signature": (fitted(rewards=lambda a: a), r"to accept \(prompts, completions, \*, completion_ids, \*\*columns\)"),
     "returns-dict": (
@@ -410,6 +419,20 @@ RUNS: dict[str, Case] = {
     "loader": (
         lambda: a_trainer().fit(tiny_module(), DataLoader(TensorDataset(torch.zeros(1)))),
         "got no data module: pass prompts as PromptDataModule",
+    ),
+    "predict-list": (
+        lambda: a_trainer().predict(tiny_module(tokenizer=tiny_tokenizer()), ["a"]),
+        r"prompts of a data module, got a str of another loader: pass PromptDataModule\(prompts, .* as datamodule=",
+    ),
+    "validate-list": (
+        lambda: a_trainer().validate(
+            tiny_module(tokenizer=tiny_tokenizer(), evaluation=Evaluation("e", ["a"])), dataloaders=["a"]
+        ),
+        "prompts of a data module, got a str of another loader",
+    ),
+    "optimizer-of-nothing": (
+        lambda: torch.optim.SGD(tiny_module().parameters()),
+        r"expected parameters of a policy, which is built at setup, .*: pass a function as optimizer=",
     ),
     "no-validation": (
         lambda: a_trainer().validate(tiny_module(), tiny_prompts()),

@@ -284,9 +284,10 @@ def _check_factory(name: Any, factory: Any) -> None:
     try:
         inspect.signature(factory).bind()
     except TypeError as error:
+        tool = "" if isinstance(factory, type) else f", or [{name_of(factory)}] if it is a tool"
         raise ValueError(
             f"expected environment {name} to be made without arguments for each conversation, got "
-            f"{name_of(factory)}, {error}: pass functools.partial({name_of(factory)}, ...) or a lambda"
+            f"{name_of(factory)}, {error}: pass functools.partial({name_of(factory)}, ...) or a lambda{tool}"
         ) from error
 
 

@@ -132,10 +132,12 @@ class Evaluator:
 
     def answer(self, batch: EvaluationBatch, sampler: Sampler) -> None:
         """Generate and score the samples of a batch."""
+        EvaluationBatch.check(batch)
         self._active.answer(batch, sampler)
 
     def predict(self, batch: EvaluationBatch, sampler: Sampler) -> list[Record]:
         """Return a greedy completion of each prompt of a batch, the same on every rank. A collective."""
+        EvaluationBatch.check(batch)
         records = predict(self.greedy, batch, sampler, rank=self._rank, seed=self.seed)
         self._predictions += records
         return records

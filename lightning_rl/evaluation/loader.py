@@ -17,6 +17,15 @@ class EvaluationBatch:
     def __init__(self, parts: Sequence[Sequence[Prompt]]) -> None:
         self.parts = tuple(map(tuple, parts))
 
+    @classmethod
+    def check(cls, batch: object) -> None:
+        """Raise TypeError for a batch of a loader of the user."""
+        if not isinstance(batch, cls):
+            raise TypeError(
+                f"expected prompts of a data module, got a {type(batch).__name__} of another loader: pass "
+                "PromptDataModule(prompts, prompts_per_rollout=1) as datamodule="
+            )
+
 
 class EvaluationLoader:
     """Loader of batches of at most ``size`` prompts of each evaluation, until the longest one ends.

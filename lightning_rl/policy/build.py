@@ -337,10 +337,12 @@ def build_tokenizer(tokenizer: TokenizerSource | None, policy: ModelSource) -> P
 def missing_folder(source: str | Path) -> str:
     """Return a description of a missing folder; empty if it exists, or if the source may be a name on the hub.
 
-    A name on the hub has at most one slash. A Path, or text that begins with a dot, a slash or a tilde, has to be a
-    folder.
+    A file, such as a checkpoint of a run, is no folder. A name on the hub has at most one slash. A Path, or text that
+    begins with a dot, a slash or a tilde, has to be a folder.
     """
     text, path = str(source), Path(source)
+    if path.is_file():
+        return f"the file {text!r}: pass the folder of a model, or load a run by RLLightningModule.load_from_checkpoint"
     if path.exists() or not (isinstance(source, Path) or text.startswith((".", "/", "~")) or text.count("/") > 1):
         return ""
     beside = [folder.name for folder in path.parent.iterdir()] if path.parent.is_dir() else []

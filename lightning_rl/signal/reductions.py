@@ -69,8 +69,8 @@ class SequenceSumNorm:
 
     def __post_init__(self) -> None:
         """Check the length."""
-        if self.length < 1:
-            raise ValueError(f"expected length >= 1, got {self.length}")
+        if not isinstance(self.length, int) or self.length < 1:
+            raise ValueError(f"expected length to be a whole number above 0, got {self.length!r}")
 
     def __call__(
         self, valid_tokens: Tokens, trained: Rows, groups: Groups, global_sum: GlobalSum = local_sum

@@ -56,16 +56,18 @@ def check_numbers(
         >>> check_numbers(at_least=0, finite=True, coef="0.1")
         Traceback (most recent call last):
         ...
-        ValueError: expected coef >= 0, got '0.1'
+        ValueError: expected coef to be a number >= 0, got str '0.1': remove the quotes
     """
-    bounds = f"{_bounds(above, at_least, at_most)}{' or None' if optional else ''}"
+    bounds, none = _bounds(above, at_least, at_most), " or None" if optional else ""
     for name, number in numbers.items():
         if optional and number is None:
             continue
-        real = isinstance(number, Real) and not isinstance(number, bool)
-        if not real or not _within(float(number), above, at_least, at_most) or (finite and math.isinf(number)):
-            infinite = finite and real and math.isinf(number)
-            raise ValueError(f"expected {name} {bounds}{' and finite' if infinite else ''}, got {number!r}")
+        if not isinstance(number, Real) or isinstance(number, bool):
+            raise ValueError(f"expected {name} to be a number{bounds}{none}, got {_with_type(number)}")
+        infinite = finite and math.isinf(number)
+        if infinite or not _within(float(number), above, at_least, at_most):
+            bound = bounds.removeprefix(" ") or "to be a number"
+            raise ValueError(f"expected {name} {bound}{none}{' and finite' if infinite else ''}, got {number!r}")
 
 
 def check_counts(minimum: int, *, optional: bool = False, **numbers: Any) -> None:
@@ -76,7 +78,7 @@ def check_counts(minimum: int, *, optional: bool = False, **numbers: Any) -> Non
             continue
         if isinstance(number, bool) or not isinstance(number, int) or number < minimum:
             none = " or None" if optional else ""
-            raise ValueError(f"expected {name} to be a whole number {at_least}{none}, got {number!r}")
+            raise ValueError(f"expected {name} to be a whole number {at_least}{none}, got {_with_type(number)}")
 
 
 def check_bools(**flags: Any) -> None:
@@ -121,13 +123,21 @@ def check_rows(number: int, /, **given: Any) -> None:
             raise ValueError(f"expected {name} to hold {number} values, one for each row, got {len(values)}")
 
 
+def _with_type(value: object) -> str:
+    """Return a value with its type unless it is a number or None, and how to write a number that is a string."""
+    if value is None or isinstance(value, Real):
+        return repr(value)
+    quoted = isinstance(value, str) and value.strip().lstrip("+-")[:1].isdigit()
+    return f"{type(value).__name__} {value!r}{': remove the quotes' if quoted else ''}"
+
+
 def _bounds(above: float | None, at_least: float | None, at_most: float | None) -> str:
     if above is None and at_least is None:
-        return "to be a number" if at_most is None else f"<= {at_most:g}"
+        return "" if at_most is None else f" <= {at_most:g}"
     if at_most is None:
-        return f"> {above:g}" if above is not None else f">= {at_least:g}"
+        return f" > {above:g}" if above is not None else f" >= {at_least:g}"
     opening = f"({above:g}" if above is not None else f"[{at_least:g}"
-    return f"in {opening}, {at_most:g}]"
+    return f" in {opening}, {at_most:g}]"
 
 
 def _within(number: float, above: float | None, at_least: float | None, at_most: float | None) -> bool:

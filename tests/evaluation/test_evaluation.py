@@ -29,7 +29,7 @@ def test_an_evaluation_says_what_it_measures() -> None:
         ({"pass_at": (0,)}, "expected pass_at to be whole numbers from 1"),
         ({"pass_at": "all"}, "expected pass_at to be whole numbers from 1"),
         ({"correct": float("nan")}, "expected correct .*got nan"),
-        ({"correct": "1"}, "expected correct .*got '1'"),
+        ({"correct": "1"}, "expected correct .*got str '1': remove the quotes"),
         ({"save": "yes"}, "expected save to be True or False, got 'yes'"),
         ({"rewards": {"task": parity_reward}}, "expected names of rewards other than"),
         ({"answer": "answer"}, "expected answer to be a function of a text, got 'answer'"),

@@ -54,7 +54,7 @@ OPTIONS: list[tuple[Make, dict[str, Any], str]] = [
         r"markers to be a list of strings .* got 'answer is': write \['answer is'\]",
     ),
     (NumberMatch, {"markers": ["####", ""]}, "expected markers to be a list of strings of at least one letter, got"),
-    (MathMatch, {"timeout": "5"}, "expected timeout > 0, got '5'"),
+    (MathMatch, {"timeout": "5"}, "expected timeout to be a number > 0, got str '5': remove the quotes"),
     (RegexMatch, {"pattern": None}, "expected pattern to be a regular expression, got None"),
     (JSONSchema, {"schema": 5}, "expected schema to be a JSON schema or the name of a column, got 5"),
     (TagFormat, {"tags": "think"}, r"expected tags to be a list of strings .* got 'think': write \['think'\]"),

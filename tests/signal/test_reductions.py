@@ -67,8 +67,9 @@ def test_names_resolve_and_an_unknown_one_lists_them() -> None:
         resolve_reduction(None, 9)  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(ValueError, match="expected an object as reduction, got the class SequenceSumNorm: call it"):
         resolve_reduction(SequenceSumNorm, 9)  # pyrefly: ignore[bad-argument-type]
-    with pytest.raises(ValueError, match="length >= 1, got 0"):
-        SequenceSumNorm(0)
+    for length in (0, "9"):
+        with pytest.raises(ValueError, match=f"expected length to be a whole number above 0, got {length!r}"):
+            SequenceSumNorm(length)  # pyrefly: ignore[bad-argument-type]
 
 
 def test_a_prompt_counts_even_if_none_of_its_trained_rows_has_a_token() -> None:
