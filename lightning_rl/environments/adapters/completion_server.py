@@ -27,6 +27,7 @@ SERVING = EventLoop("endpoints")  # apart from the loop of programs, which may b
 ROUTE = "/inference/v1/generate"
 SESSION = "X-Session-ID"
 MAX_BODY = 2**26  # bytes of a request
+REQUEST_SECONDS = 60.0  # for the headers of a request after the connection or the last reply, and for its body
 SHUTDOWN_SECONDS = 10.0
 BACKLOG = 1024  # connections that wait to be accepted
 IGNORED = frozenset({"stop_token_ids", "logprobs", "skip_special_tokens", "routed_experts_prompt_start"})
@@ -155,7 +156,8 @@ class CompletionServer:
         self._lines: dict[str, Line] = {}
         application = web.Application(client_max_size=MAX_BODY)
         application.router.add_route("*", "/{path:.*}", self.serve)
-        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
+        limits = {"shutdown_timeout": SHUTDOWN_SECONDS, "keepalive_timeout": REQUEST_SECONDS}
+        self._runner = web.AppRunner(application, access_log=None, **limits)
         self.url = SERVING.run(self._start())
 
     async def _start(self) -> str:
@@ -194,7 +196,12 @@ class CompletionServer:
         if line is None:
             return _error(404, f"expected {SESSION} to name a conversation that is open")
         try:
-            question = _question(await request.read(), session)
+            async with asyncio.timeout(REQUEST_SECONDS):
+                body = await request.read()
+        except TimeoutError:
+            return _error(408, f"expected the body of a request within {REQUEST_SECONDS:g} s")
+        try:
+            question = _question(body, session)
         except ValueError as error:
             line.fail(error)
             return _error(400, str(error))

@@ -1,5 +1,6 @@
 """CompletionServer of programs: loopback, a secret, one question at a time, and an orderly end."""
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import pytest
 from kit.programs import post
 
 from lightning_rl import FinishReason
+from lightning_rl.environments.adapters import completion_server
 from lightning_rl.environments.adapters.completion_server import CompletionServer, Line, Question
 from lightning_rl.processes.errors import CallError
 
@@ -129,3 +131,22 @@ def test_the_time_of_a_conversation_is_that_of_its_program() -> None:
     with pytest.raises(CallError, match=r"timeout: the program took longer than 0.2 s"):
         line.wait()
     assert 0.2 <= time.monotonic() - begin < 5 and not line.ended.is_set()
+
+
+@pytest.mark.parametrize(
+    ("part", "reply"),
+    [("", b""), ("Authorization: Bearer x\r\n", b""), ("Content-Length: 9\r\n\r\n{", b"HTTP/1.1 408 ")],
+    ids=["nothing", "headers", "body"],
+)
+def test_a_client_that_sends_half_a_request_is_disconnected(
+    part: str, reply: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completion_server, "REQUEST_SECONDS", 0.2)
+    server = CompletionServer()
+    server.connect("one", Line(10.0))
+    head = f"POST {completion_server.ROUTE} HTTP/1.1\r\nHost: x\r\nX-Session-ID: one\r\n"
+    secret = f"Authorization: Bearer {server.secret}\r\n" if reply else ""
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30) as client:
+        client.sendall(f"{head}{secret}{part}".encode() if part else b"")
+        assert b"".join(iter(lambda: client.recv(4096), b"")).startswith(reply)
+    server.close()
