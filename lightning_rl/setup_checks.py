@@ -44,7 +44,7 @@ from lightning_rl.policy.build import build_tokenizer
 from lightning_rl.rewards import Rewards
 from lightning_rl.serialization import import_by_name
 from lightning_rl.signal.reductions import REDUCTIONS, resolve_reduction
-from lightning_rl.utils.arguments import check_counts, check_numbers
+from lightning_rl.utils.arguments import check_counts, check_numbers, check_signature
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.naming import check_hooks, name_of
 from lightning_rl.utils.places import MODULE, check_place
@@ -52,6 +52,13 @@ from lightning_rl.utils.trainer import callbacks_of
 
 ANSWER = "quux"  # a text that no template writes
 NAMES: dict[str, Collection[str]] = {"advantages": ESTIMATORS, "loss": LOSSES, "reduction": REDUCTIONS}
+SIGNATURES: dict[str, Sequence[str]] = {
+    "advantages": ("scores", "groups", "rewarded"),
+    "loss": ("view",),
+    "reduction": ("valid_tokens", "trained", "groups", "global_sum"),
+    "optimizer": ("groups",),
+    "lr_scheduler": ("optimizer",),
+}
 MAX_SCHEDULE = 20_000  # steps of a fit for which a schedule is followed, in about 0.2 seconds
 
 
@@ -198,6 +205,11 @@ def resolve_options(options: Mapping[str, Any]) -> dict[str, Any]:
     check_numbers(above=0, finite=True, optional=True, max_grad_norm=options["max_grad_norm"])
     check_parts(engine=options["engine"], sampling=sampling, model=options["model"])
     check_builders(optimizer=options["optimizer"], lr_scheduler=options["lr_scheduler"])
+    imported = {name: import_by_name(**{name: options[name]}) for name in NAMES}
+    for name, arguments in SIGNATURES.items():
+        function = {**options, **imported}[name]
+        if name not in NAMES or not isinstance(function, type):
+            check_signature(name, function, *arguments)
     rewards, critic = Rewards.of(options["rewards"]), Critic.of(options["critic"])
     conversations = Conversations.of(options["environment"])
     sources: dict[str, Any] = {name: import_by_name(**{name: options[name]}) for name in ("policy", "reference")}
@@ -214,9 +226,9 @@ def resolve_options(options: Mapping[str, Any]) -> dict[str, Any]:
         "critic": critic,
         "rewards": rewards,
         "environment": conversations,
-        "advantages": resolve_advantages(import_by_name(advantages=options["advantages"])),
-        "loss": resolve_loss(import_by_name(loss=options["loss"])),
-        "reduction": resolve_reduction(import_by_name(reduction=options["reduction"]), sampling.max_new_tokens),
+        "advantages": resolve_advantages(imported["advantages"]),
+        "loss": resolve_loss(imported["loss"]),
+        "reduction": resolve_reduction(imported["reduction"], sampling.max_new_tokens),
         "tokenizer": build_tokenizer(options["tokenizer"], sources["policy"]),
         "engine": options["engine"] or TransformersEngine(),
     }
@@ -416,10 +428,13 @@ def _build_scheduler(builder: SchedulerBuilder, optimizer: Optimizer) -> LRSched
 def _build_optimizer(builder: OptimizerBuilder, groups: list[dict[str, Any]]) -> Optimizer:
     try:
         optimizer: Any = builder(groups)
-    except TypeError as error:  # torch compares options with numbers
+    except (TypeError, AttributeError) as error:  # torch compares options with numbers
+        cure = "its argument is a list of parameter groups: pass it on, as in partial(AdamW, lr=1e-6)"
+        if "'str'" in str(error):
+            cure = "options must be numbers, but YAML reads 1e-6 as a string: write 1.0e-6"
         raise ValueError(
             f"expected optimizer to build a torch.optim.Optimizer from a list of parameter groups, but it raised "
-            f"TypeError: {error}; options must be numbers, but YAML reads 1e-6 as a string: write 1.0e-6"
+            f"{type(error).__name__}: {error}; {cure}"
         ) from error
     if not isinstance(optimizer, Optimizer):
         raise ValueError(

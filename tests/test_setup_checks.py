@@ -514,6 +514,38 @@ def test_a_name_of_another_argument_is_refused_with_that_argument(option: str, n
 
 
 @pytest.mark.parametrize(
+    ("option", "function", "message"),
+    [
+        (
+            "loss",
+            lambda logprobs, old: logprobs - old,
+            r"loss to be a function of \(view\), got <lambda>\(logprobs, old\)",
+        ),
+        (
+            "advantages",
+            lambda scores: scores,
+            r"a function of \(scores, groups, rewarded\), got <lambda>\(scores\): too many",
+        ),
+        (
+            "reduction",
+            len,
+            r"reduction to be a function of \(valid_tokens, trained, groups, global_sum\), got len\(obj, /\)",
+        ),
+        ("optimizer", lambda: None, r"optimizer to be a function of \(groups\), got <lambda>\(\): too many positional"),
+        (
+            "lr_scheduler",
+            CosineAnnealingLR,
+            "'T_max'; bind it, as in functools.partial\\(CosineAnnealingLR, T_max=...\\)",
+        ),
+    ],
+    ids=["loss", "advantages", "reduction", "optimizer", "lr_scheduler"],
+)
+def test_a_function_of_other_arguments_is_refused_at_construction(option: str, function: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny_module(**{option: function})
+
+
+@pytest.mark.parametrize(
     ("logger", "message"),
     [
         ("csv", r"a logger such as CSVLogger\(folder\), got a str: pass an object, True"),

@@ -415,6 +415,18 @@ DATA: dict[str, Case] = {
     "no-token": (fitted(data=prompts([[]])), "expected prompt 0 to have at least one token, got none"),
 }
 
+DICT: Any = {"temperature": 1.0}
+OF_TWO: Any = lambda prompt, completion: (prompt, completion)  # noqa: E731
+
+
+def exported_to_a_file() -> object:
+    """A policy that is saved to a file."""
+    module = tiny_module(tokenizer=tiny_tokenizer())
+    module.generate(["a"])
+    Path("rows.jsonl").write_text("")
+    return module.save_pretrained("rows.jsonl")
+
+
 RUNS: dict[str, Case] = {
     "loader": (
         lambda: a_trainer().fit(tiny_module(), DataLoader(TensorDataset(torch.zeros(1)))),
@@ -433,6 +445,19 @@ RUNS: dict[str, Case] = {
     "optimizer-of-nothing": (
         lambda: torch.optim.SGD(tiny_module().parameters()),
         r"expected parameters of a policy, which is built at setup, .*: pass a function as optimizer=",
+    ),
+    "generate-options": (
+        lambda: tiny_module(tokenizer=tiny_tokenizer()).generate(["a"], sampling=DICT),
+        r"sampling to be an object such as SamplingParams\(temperature=1.0\), got \{'temperature': 1.0\}",
+    ),
+    "export-file": (exported_to_a_file, "expected a folder to write, got the file .*rows.jsonl: pass another path"),
+    "answer-of-two": (
+        lambda: Evaluation("e", ["a"], answer=OF_TWO),
+        r"expected answer to be a function of \(text\), got <lambda>\(prompt, completion\): missing",
+    ),
+    "optimizer-of-module": (
+        fitted(optimizer=lambda module: torch.optim.SGD(module.parameters())),
+        "raised AttributeError: 'list' object has no attribute 'parameters'; its argument is a list of parameter g",
     ),
     "no-validation": (
         lambda: a_trainer().validate(tiny_module(), tiny_prompts()),

@@ -181,8 +181,10 @@ def write_pretrained(
         writing: True on the one rank that writes.
 
     Raises:
-        ValueError: On every rank, if a weight is not finite.
+        ValueError: On every rank, if the folder is a file or a weight is not finite.
     """
+    if folder.is_file():
+        raise ValueError(f"expected a folder to write, got the file {folder}: pass another path")
     whole = _finite_copies(weights, keeps=writing)
     if not writing:
         return

@@ -8,7 +8,7 @@ from typing import Any, cast
 from lightning_rl.data import PromptDataset, PromptSource
 from lightning_rl.generation import SamplingParams
 from lightning_rl.rewards import Rewards, RewardSource
-from lightning_rl.utils.arguments import check_bools, check_counts, check_numbers, check_text
+from lightning_rl.utils.arguments import check_bools, check_counts, check_numbers, check_signature, check_text
 
 STAGES = ("val", "test")
 TAKEN = frozenset({"reward", "length", "validation"})  # names used by the data module's validation prompts
@@ -73,6 +73,7 @@ class Evaluation:
         if self.rewards is not None:
             Rewards(self.rewards)  # raises for invalid rewards
         self._check(self.answer is None or callable(self.answer), "answer to be a function of a text", self.answer)
+        check_signature("answer", self.answer, "text")
         stages = (self.stages,) if isinstance(self.stages, str) else tuple(self.stages)
         self._check(bool(stages) and set(stages) <= set(STAGES), f"stages among {STAGES}", stages)
         sampling = self.sampling

@@ -30,6 +30,10 @@ def sampling_for(
             f"expected sampling= or temperature={temperature}, got both: write "
             f"SamplingParams(temperature={temperature})"
         )
+    elif not isinstance(sampling, SamplingParams):
+        raise ValueError(
+            f"expected sampling to be an object such as SamplingParams(temperature=1.0), got {sampling!r:.200}"
+        )
     check_counts(1, samples=1 if samples is None else samples)
     for problem in filter_problems(sampling, engine):
         raise ValueError(problem)

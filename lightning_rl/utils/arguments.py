@@ -1,10 +1,14 @@
 """Argument checks for constructors; errors name the argument, the expected value and the actual one."""
 
+import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Set
-from functools import wraps
+from functools import partial, wraps
 from numbers import Real
 from typing import Any, TypeVar, cast
+
+from lightning_rl.utils.naming import name_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -94,6 +98,24 @@ def check_choices(choices: Iterable[str], **given: Any) -> None:
     for name, choice in given.items():
         if not isinstance(choice, str) or choice not in known:
             raise ValueError(f"expected {name} {' or '.join(known)}, got {choice!r}")
+
+
+def check_signature(option: str, function: Any, *arguments: str) -> None:
+    """Raise ValueError for a function, a partial or a class that cannot be called with the arguments by position."""
+    if not (isinstance(function, partial | type) or inspect.isroutine(function)):
+        return
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-in functions have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        name, missing = name_of(function), re.findall("required argument: '(.*)'", str(error))
+        cure = f"; bind it, as in functools.partial({name}, {missing[0]}=...)" if missing else ""
+        raise ValueError(
+            f"expected {option} to be a function of ({', '.join(arguments)}), got {name}{signature}: {error}{cure}"
+        ) from error
 
 
 def check_text(*, optional: bool = False, **given: Any) -> None:
