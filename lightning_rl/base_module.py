@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -46,6 +47,7 @@ from lightning_rl.rewards.reward_failures import FOLDER
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.first_sample import first_sample
 from lightning_rl.rollouts.generator import generates_concurrently
+from lightning_rl.rollouts.memory_estimate import token_budget
 from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.rollouts.state import RunState, trainer_state
 from lightning_rl.rollouts.step_metrics import StepMetrics
@@ -331,6 +333,8 @@ class BaseModule(LightningModule):
     def on_fit_start(self) -> None:
         """Restore the rollout of a checkpoint, or discard the state of an earlier fit."""
         self.run.begin(self.parallel, self.data_module, self.models.options, self.max_staleness)
+        if self.models.options.max_tokens_per_microbatch is None:
+            self.run.use_default_budget(partial(token_budget, self))
         self.shows_sample = True
 
     @override

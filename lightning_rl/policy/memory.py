@@ -4,10 +4,13 @@ Activations are those that autograd saves in the layers of transformers; tests c
 """
 
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
@@ -16,9 +19,16 @@ from lightning_rl.policy.model import PolicyModel, Scorer
 
 GIB = 2**30
 USABLE = 0.95  # share of a device's memory; the rest is lost to fragmentation
+HOST_USABLE = 0.5  # share of a machine's memory; the rest is for data, rewards and other programs
 CONTEXT = GIB  # CUDA context, workspaces, NCCL buffers; an allowance, not measured
 ENGINE_CONTEXT = GIB  # profile run and CUDA graphs of vLLM, which stay in sleep; an allowance, not measured
 IN_FLIGHT = 0.25  # gradients inside a layer in the backward, as a share of its saved activations; measured
+
+MAX_TOKENS = 4096  # of the default budget; more tokens per microbatch are not faster on a CPU
+GPU_MAX_TOKENS = 16_384
+ROUNDING = 256  # tokens; default budgets are multiples of it
+
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")  # a number of bytes, or "max"
 
 FEED_FORWARD_NAMES = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "decoder_ffn_dim")
 
@@ -178,6 +188,20 @@ def head_bytes(*, entries: int, chunk: int, operand: int, weight: int, trained: 
         exact + exact * (operand < exact) + weight * (weight < exact)
     )  # the sum, the product of a chunk, the cast
     return logits + entries * (operand * (operand != weight) + gradient * trained)
+
+
+def usable_memory(device: torch.device, ranks: int) -> float:
+    """Return the bytes that a rank may use: of its GPU, or its part of the memory of a machine or container.
+
+    Args:
+        device: Device of the rank.
+        ranks: Number of ranks on the machine.
+    """
+    if device.type == "cuda":
+        return USABLE * torch.cuda.get_device_properties(device).total_memory
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = CONTAINER_LIMIT.read_text().strip() if CONTAINER_LIMIT.exists() else ""
+    return HOST_USABLE * min(memory, int(limit) if limit.isdecimal() else memory) / ranks
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:

@@ -13,7 +13,8 @@ class ModelOptions:
     """Options of how policy, critic and reference compute; they affect memory and speed, and results only by rounding.
 
     Args:
-        max_tokens_per_microbatch: Maximum number of tokens per microbatch.
+        max_tokens_per_microbatch: Maximum number of tokens per microbatch. Default: as many as fit into the memory of
+            the device, at most 4096, and 16,384 on a GPU; a resumed run keeps the number of its checkpoint.
         packing: If True, microbatches have no padding. Use False for a model whose layers do not support packing.
         attention: Attention kernel for packed sequences: ``"sdpa"``, ``"varlen_attn"``, ``"flash_attention_2"`` or
             ``"flash_attention_3"``. Default: the fastest one that device, precision, packages and model support.
@@ -34,7 +35,7 @@ class ModelOptions:
         'inductor'
     """
 
-    max_tokens_per_microbatch: int = 4096
+    max_tokens_per_microbatch: int | None = None
     packing: bool = True
     attention: str = AUTO
     compile: bool | str = False
@@ -44,7 +45,8 @@ class ModelOptions:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        check_counts(1, max_tokens_per_microbatch=self.max_tokens_per_microbatch)
+        if self.max_tokens_per_microbatch is not None:
+            check_counts(1, max_tokens_per_microbatch=self.max_tokens_per_microbatch)
         flags = {"packing": self.packing, "activation_checkpointing": self.activation_checkpointing}
         check_bools(**flags, liger=self.liger)
         check_choices(ATTENTIONS, attention=self.attention)

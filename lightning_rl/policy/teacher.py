@@ -19,7 +19,7 @@ class Teacher:
     Args:
         source: Name or path of a causal language model with the policy's vocabulary, or a callable that builds one.
         temperature: Divisor of its logits; the sampling temperature, so that both are comparable.
-        max_tokens_per_microbatch: Maximum number of tokens of a microbatch.
+        max_tokens_per_microbatch: Function that returns the maximum number of tokens of a microbatch.
         packed: True to score without padding.
         precise: Context manager around every forward, for the precision of the run.
         policy: Policy of the run, if known.
@@ -33,7 +33,7 @@ class Teacher:
         source: ModelSource,
         *,
         temperature: float,
-        max_tokens_per_microbatch: int,
+        max_tokens_per_microbatch: Callable[[], int],
         packed: bool,
         precise: Callable[[], AbstractContextManager[object]] = nullcontext,
         policy: PolicyModel | None = None,
@@ -55,7 +55,7 @@ class Teacher:
         plan = make_plan(
             rollout.to("cpu"),
             minibatches=1,
-            max_tokens_per_microbatch=self.max_tokens_per_microbatch,
+            max_tokens_per_microbatch=self.max_tokens_per_microbatch(),
             packed=self.packed,
         )
         for microbatch in plan.to(device).microbatches():

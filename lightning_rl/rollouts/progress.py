@@ -107,7 +107,8 @@ class Progress:
         nonfinite_in_a_row: Number of last steps in a row with a non-finite gradient.
         corrections: States of the corrections by name, from before the optimizer step that has begun; None between
             two steps, when the callbacks hold them.
-        budget: Requested and reduced token budget after memory ran out; None before.
+        budget: Requested token budget (None for the default), and the one in use, which is smaller after memory ran
+            out; None if the requested one is in use.
         failure: Rollout in which the last error was raised.
         discarded: Number of a rollout that was dropped within its optimizer steps.
         origin: Index of the optimizer step that loggers count as 0; None before the first step of a fit.
@@ -120,7 +121,7 @@ class Progress:
     skipped: int = 0
     nonfinite_in_a_row: int = 0
     corrections: Mapping[str, Mapping[str, Any]] | None = None
-    budget: tuple[int, int] | None = None
+    budget: tuple[int | None, int] | None = None
     failure: Failure | None = None
     discarded: int | None = None
     origin: int | None = None

@@ -1,7 +1,7 @@
 """State of a run besides its weights, and the part of it that a checkpoint stores."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from lightning_rl.environments.run_environments import Environments
 from lightning_rl.generation import SamplingParams
 from lightning_rl.metrics import MetricLog, PhaseTimes
 from lightning_rl.policy import ModelOptions, Scorer
+from lightning_rl.policy.memory import MAX_TOKENS
 from lightning_rl.rollouts.lost_updates import LostUpdates
 from lightning_rl.rollouts.prefetch import Prefetcher
 from lightning_rl.rollouts.progress import CurrentRollout, Failure, MaxOverRanks, Progress
@@ -210,9 +211,23 @@ class RunState:
 
     @property
     def max_tokens_per_microbatch(self) -> int:
-        """Maximum number of tokens per microbatch: the option, or a smaller number after memory ran out."""
+        """Maximum number of tokens per microbatch: the option or its default, or less after memory ran out."""
         asked, budget = self.options.max_tokens_per_microbatch, self.progress.budget
-        return budget[1] if budget is not None and budget[0] == asked else asked
+        return budget[1] if budget is not None and budget[0] == asked else asked or MAX_TOKENS
+
+    def use_default_budget(self, compute: Callable[[], tuple[int, str]]) -> None:
+        """Set the token budget of a fit without ``max_tokens_per_microbatch``; every rank has to call this.
+
+        Args:
+            compute: Function that returns the budget of this rank, and the text of its derivation.
+        """
+        if self.progress.budget is None:
+            tokens, derivation = compute()
+            tokens = -self.max_over_ranks([-tokens])[0]
+        else:
+            tokens, derivation = self.progress.budget[1], "of the checkpoint"
+        self.progress = replace(self.progress, budget=(None, tokens))
+        rank_zero_info(f"max_tokens_per_microbatch={tokens} ({derivation})")
 
     def halve_token_budget(self, step_index: StepIndex, states: Mapping[str, Any]) -> None:
         """Halve the token budget of the current rollout after memory ran out; every rank has to call this.
@@ -325,17 +340,19 @@ class RunState:
         self.compare(state, allowed)
         warn_of_versions(state["configuration"], self.configuration)
         ranks, saved = state["ranks"], state["reference_hash"]
-        mine, world_size = None if reference is None else reference.fingerprint, parallel.ranks
+        fingerprint, world_size = None if reference is None else reference.fingerprint, parallel.ranks
         if len(ranks) != world_size:
             raise ValueError(
                 f"expected a checkpoint of {world_size} ranks, got one of {len(ranks)}: resume with as many devices"
             )
-        if mine is not None and saved is not None and saved != mine:
+        if fingerprint is not None and saved is not None and saved != fingerprint:
             raise ValueError(
-                f"expected the reference of the checkpoint ({saved}), got another one ({mine}): pass the "
+                f"expected the reference of the checkpoint ({saved}), got another one ({fingerprint}): pass the "
                 "reference= and policy= that the run began with"
             )
-        self.loaded, self.name = ranks[parallel.rank], state["run"]
+        recorded = state["configuration"]["module"]["model"]["init_args"]["max_tokens_per_microbatch"]
+        mine = ranks[parallel.rank]
+        self.loaded, self.name = {**mine, "budget": mine["budget"] or (recorded, recorded)}, state["run"]
 
     def compare(self, saved: Mapping[str, Any], allowed: Collection[str]) -> None:
         """Compare the configuration in a checkpoint with that of the run.

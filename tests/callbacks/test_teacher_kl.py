@@ -41,7 +41,7 @@ def witness(*rows: list[float]) -> Rollout:
 
 
 def teacher_of(source: Any = tiny_policy, *, packed: bool = True, temperature: float = 1.0) -> Teacher:
-    return Teacher(source, temperature=temperature, max_tokens_per_microbatch=BUDGET, packed=packed)
+    return Teacher(source, temperature=temperature, max_tokens_per_microbatch=lambda: BUDGET, packed=packed)
 
 
 def scored_like_the_policy(rollout: Rollout, source: Any, *, packed: bool, temperature: float) -> Tensor:

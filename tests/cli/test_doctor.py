@@ -25,7 +25,7 @@ from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, Transf
 from lightning_rl.callbacks import OPSM, ReferenceKL, TruncatedIS
 from lightning_rl.cli.doctor import recipe_checks
 from lightning_rl.cli.doctor.command import examine
-from lightning_rl.cli.doctor.memory_estimate import engine_room, memory_plan, too_much
+from lightning_rl.cli.doctor.memory_checks import engine_room, too_much
 from lightning_rl.cli.doctor.recipe_checks import bridges, tokenizer
 from lightning_rl.cli.doctor.sample_checks import draw_samples
 from lightning_rl.cli.main import main
@@ -33,6 +33,7 @@ from lightning_rl.cli.recipes import Recipe
 from lightning_rl.generation import Request
 from lightning_rl.generation.fake import FakeEngine
 from lightning_rl.policy.memory import GIB, EngineRoom, MemoryPlan
+from lightning_rl.rollouts.memory_estimate import memory_plan
 from lightning_rl.utils.finding import Finding
 
 Subject = TypeVar("Subject")

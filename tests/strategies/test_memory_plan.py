@@ -14,8 +14,8 @@ from torch.optim import AdamW
 from typing_extensions import override
 
 from lightning_rl.callbacks import ReferenceKL
-from lightning_rl.cli.doctor.memory_estimate import memory_plan
 from lightning_rl.policy.memory import MemoryPlan
+from lightning_rl.rollouts.memory_estimate import memory_plan
 
 
 def held(tensors: Any) -> int:

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_rl.cli.doctor.findings import error, fact, paragraph, warning
-from lightning_rl.cli.doctor.memory_estimate import memory
+from lightning_rl.cli.doctor.memory_checks import memory
 from lightning_rl.cli.doctor.recipe_checks import batches, bridges, eos, prompts, tokenizer, versions
 from lightning_rl.cli.doctor.sample_checks import draw_samples, engine_logprobs, first_texts, rewards, truncation
 from lightning_rl.cli.output import say

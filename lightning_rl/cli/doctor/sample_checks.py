@@ -101,7 +101,7 @@ def engine_logprobs(samples: Samples) -> Iterator[Finding]:
     plan = make_plan(
         rollout,
         minibatches=1,
-        max_tokens_per_microbatch=module.models.options.max_tokens_per_microbatch,
+        max_tokens_per_microbatch=module.run.max_tokens_per_microbatch,
         packed=module.models.options.packing,
     )
     with module.trainer.precision_plugin.forward_context():

@@ -1,16 +1,13 @@
-"""Estimation of the device memory of a run in each phase, by :mod:`lightning_rl.policy.memory`."""
+"""Estimate of the device memory of a run, by :mod:`lightning_rl.policy.memory`, and the token budget that fits."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
-from lightning_rl.cli.doctor.findings import error, fact
 from lightning_rl.generation.vllm.vllm_engine import CPU_CACHE, GPU_SHARE, VLLMEngine
-from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import PolicyModel, pack
 from lightning_rl.policy.logprobs import chunk_elements
 from lightning_rl.policy.lora import adapters_of
@@ -18,31 +15,18 @@ from lightning_rl.policy.memory import (
     CONTEXT,
     ENGINE_CONTEXT,
     GIB,
-    USABLE,
+    GPU_MAX_TOKENS,
+    MAX_TOKENS,
+    ROUNDING,
     Activations,
-    EngineRoom,
     LayerSizes,
     MemoryPlan,
     head_bytes,
     local_bytes,
     states_per_weight,
+    usable_memory,
 )
 from lightning_rl.rollout import Rollout
-from lightning_rl.utils.finding import Finding
-
-PARTS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "buckets": "buckets of DDP",
-    "root": "whole embeddings and head",
-    "gathered": "gathered layers",
-    "optimizer": "optimizer",
-    "reference": "reference",
-    "replica": "copy for generation",
-    "engine": "engine",
-    "activations": "activations",
-    "context": "CUDA context",
-}
 
 
 def layer_sizes(policy: PolicyModel) -> LayerSizes:
@@ -67,11 +51,11 @@ class Tokens:
     microbatch: int
 
     @classmethod
-    def of(cls, module: RLLightningModule, max_prompt_length: int, samples: Rollout | None = None) -> Self:
+    def of(cls, module: Any, max_prompt_length: int, samples: Rollout | None = None) -> Self:
         """Return the tokens of responses of maximum length, or of sampled conversations, whose replies are unknown."""
         parts = module.minibatches_per_rollout * module.parallel.ranks
         rows = module.data_module.prompts_per_rollout * module.group_size // parts
-        budget = module.models.options.max_tokens_per_microbatch
+        budget = module.run.max_tokens_per_microbatch
         if samples is None or not len(samples):
             longest = max_prompt_length + module.sampling.max_new_tokens
             return cls(longest, max(longest, min(budget, rows * longest)))
@@ -81,7 +65,7 @@ class Tokens:
         return cls(longest, max(longest, round(min(whole, budget))))
 
 
-def memory_plan(module: RLLightningModule, max_prompt_length: int, samples: Rollout | None = None) -> MemoryPlan:
+def memory_plan(module: Any, max_prompt_length: int, samples: Rollout | None = None) -> MemoryPlan:
     """Compute the memory of a run whose policy is built and whose optimizer is configured.
 
     Args:
@@ -125,40 +109,33 @@ def memory_plan(module: RLLightningModule, max_prompt_length: int, samples: Roll
     )
 
 
-def engine_room(module: RLLightningModule, plan: MemoryPlan, total: float) -> EngineRoom | None:
-    """Compute the share that a VLLMEngine can take of a device with ``total`` bytes; None for other engines."""
-    if not isinstance(module.engine, VLLMEngine):
-        return None
-    weights, cache = _engine_needs(module)
-    return EngineRoom(total=total, resident=plan.resident, weights=weights, cache=cache)
+def token_budget(module: Any) -> tuple[int, str]:
+    """Compute the default of ``max_tokens_per_microbatch``, and the text of its derivation.
+
+    The result is the largest multiple of 256 tokens whose microbatch fits beside weights, optimizer and engine, at
+    least 256, at most 4096, and 16,384 on a GPU.
+
+    Args:
+        module: Module of the run, whose policy is built and whose optimizer is configured.
+    """
+    device, text = module.device, module.required_policy.model.config.get_text_config()
+    if missing := [name for name in ("hidden_size", "num_hidden_layers", "vocab_size") if not hasattr(text, name)]:
+        return MAX_TOKENS, f"the model has no {missing[0]} in its configuration, from which memory is estimated"
+    largest = GPU_MAX_TOKENS if device.type == "cuda" else MAX_TOKENS
+    usable = usable_memory(device, module.trainer.num_devices)
+    plan = memory_plan(module, module.data_module.max_prompt_length())
+
+    def peak(tokens: int) -> float:
+        part = _activations(module, tokens)
+        phases = replace(plan, activations=part.update, scoring=part.scoring).phases()
+        return max(phases["score"], phases["update"])
+
+    tokens = max((n for n in range(ROUNDING, largest + 1, ROUNDING) if peak(n) <= usable), default=ROUNDING)
+    each, fixed = (peak(2 * tokens) - peak(tokens)) / tokens / 1e6, peak(0) / GIB
+    return tokens, f"{each:.2g} MB per token, in {usable / GIB:.1f} GiB, of which weights and others take {fixed:.1f}"
 
 
-def memory(module: RLLightningModule, samples: Rollout | None = None) -> Iterator[Finding]:
-    """Check that every phase fits on the device, with the lengths of sampled conversations if there are any."""
-    plan = memory_plan(module, module.data_module.max_prompt_length(), samples)
-    by_part = ", ".join(f"{PARTS[name]} {_size(part)}" for name in PARTS if (part := getattr(plan, name)))
-    by_phase = ", ".join(f"{name} {_size(phase)}" for name, phase in plan.phases().items())
-    basis = "" if samples is None else f" for conversations like the {len(samples)} sampled ones"
-    yield fact("memory", f"estimated{basis}, per device: {by_part}\n{by_phase}")
-    if module.device.type == "cuda":
-        total = torch.cuda.get_device_properties(module.device).total_memory
-        yield from too_much(plan, total, engine_room(module, plan, total))
-
-
-def too_much(plan: MemoryPlan, available: float, room: EngineRoom | None = None) -> Iterator[Finding]:
-    """Report the phases that do not fit into ``available`` bytes; ``room`` is that of a VLLMEngine."""
-    fewer = "fewer prompts_per_rollout, a smaller max_new_tokens, TransformersEngine(max_rows=) or more devices"
-    cures = {
-        "generate": fewer if room is None else room.cure,
-        "score": "a smaller max_tokens_per_microbatch, or a strategy that shards",
-        "update": "a smaller max_tokens_per_microbatch, activation_checkpointing=True, or a sharding strategy (fsdp2)",
-    }
-    for name, phase in plan.phases().items():
-        if phase > USABLE * available:
-            yield error("memory", f"{name} needs about {_size(phase)}, the device has {_size(available)}", cures[name])
-
-
-def _activations(module: RLLightningModule, tokens: int) -> Activations:
+def _activations(module: Any, tokens: int) -> Activations:
     policy, (compute, residual) = module.required_policy, _bytes_of_numbers(module)
     text: Any = policy.model.config.get_text_config()
     itemsize, adapted = min(policy.model.dtype.itemsize, residual), bool(adapters_of(policy.model))
@@ -181,13 +158,13 @@ def _activations(module: RLLightningModule, tokens: int) -> Activations:
     )
 
 
-def _engine_bytes(module: RLLightningModule, row_tokens: int) -> float:
+def _engine_bytes(module: Any, row_tokens: int) -> float:
     """Return the bytes of an engine on this device during generation, without a copy of the policy."""
     engine, cuda = module.engine, module.device.type == "cuda"
     if isinstance(engine, VLLMEngine):
         cache = engine.options.get("kv_cache_memory_bytes", None if cuda else CPU_CACHE)
         if cache is not None:
-            return _engine_needs(module)[0] + cache + ENGINE_CONTEXT * cuda
+            return engine_needs(module)[0] + cache + ENGINE_CONTEXT * cuda
         share = engine.options.get("gpu_memory_utilization", GPU_SHARE)
         return share * torch.cuda.get_device_properties(module.device).total_memory
     if not engine.capabilities.shares_policy:
@@ -200,7 +177,7 @@ def _engine_bytes(module: RLLightningModule, row_tokens: int) -> float:
     return per_token * rows * row_tokens
 
 
-def _engine_needs(module: RLLightningModule) -> tuple[float, float]:
+def engine_needs(module: Any) -> tuple[float, float]:
     """Return the bytes on this device of a VLLMEngine's weights, and of the KV cache of one sequence."""
     engine, policy = cast(VLLMEngine, module.engine), module.required_policy
     text: Any = policy.model.config.get_text_config()
@@ -211,14 +188,14 @@ def _engine_needs(module: RLLightningModule) -> tuple[float, float]:
     return weights * itemsize / parts, cache / parts
 
 
-def _bytes_of_numbers(module: RLLightningModule) -> tuple[int, int]:
+def _bytes_of_numbers(module: Any) -> tuple[int, int]:
     """Return the bytes of a number in matrix products, and in the hidden states between layers."""
     weights, parallel = module.required_policy.model.dtype, module.parallel
     compute = parallel.compute_dtype(weights).itemsize
     return compute, compute if parallel.sharded else weights.itemsize  # sharded layers are gathered in that dtype
 
 
-def _zero_stage(module: RLLightningModule) -> int:
+def _zero_stage(module: Any) -> int:
     strategy = module.parallel.strategy
     config = cast(dict[str, Any], strategy.config) if isinstance(strategy, DeepSpeedStrategy) else {}
     return int(config.get("zero_optimization", {}).get("stage", 0))
@@ -226,7 +203,3 @@ def _zero_stage(module: RLLightningModule) -> int:
 
 def _layer_count(policy: PolicyModel) -> int:
     return policy.model.config.get_text_config().num_hidden_layers * len(policy.models())
-
-
-def _size(number: float) -> str:
-    return f"{number / GIB:.2f} GiB" if number >= GIB / 10 else f"{number / 2**20:.1f} MiB"
