@@ -84,6 +84,7 @@ class BaseModule(LightningModule):
         self.minibatches_per_rollout: int = options["minibatches_per_rollout"]
         self.epochs_per_rollout: int = options["epochs_per_rollout"]
         self.max_staleness: int = options["max_staleness"]
+        self.mismatch_every_n_rollouts: int = options["mismatch_every_n_rollouts"]
         self.max_grad_norm: float | None = options["max_grad_norm"]
         self.seed: int = options["seed"]
         self.conversation_options: Conversations | None = options["environment"]

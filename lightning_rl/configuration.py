@@ -19,7 +19,7 @@ from lightning_rl.utils.trainer import CoreCallback, callbacks_of
 from lightning_rl.version import __version__
 
 FIXED = ("minibatches_per_rollout", "epochs_per_rollout")  # a checkpoint counts step indices in their product
-FREE = {"engine", "evaluation", "model", "rewards.timeout", "rewards.max_failure_rate"}
+FREE = {"engine", "evaluation", "model", "mismatch_every_n_rollouts", "rewards.timeout", "rewards.max_failure_rate"}
 FREE |= {f"environment.{option}" for option in ("workers", "step_timeout", "timeout", "max_failure_rate")}
 FREE_OF_DATA = {"validation", "validation_batch_size", "epoch_length"}
 BESIDE = ("corrections", "data", "precision")  # compared on resume besides the options of the module

@@ -119,30 +119,45 @@ def _figures(columns: Columns, moments: Tensor) -> dict[str, float]:
 class GrowingStats(RunningStats):
     """RunningStats with keys that may change between calls, equally on every rank."""
 
+    def may_change(self, key: str) -> bool:  # noqa: ARG002  a subclass reads it
+        """Return True if calls may lack a key."""
+        return True
+
     @override
     def join(self, stats: Mapping[str, Stat]) -> None:
         """Merge the given populations; missing keys get an empty population."""
         columns = self.columns
-        absent = [key for key in columns.keys if key not in stats]
-        new = [key for key in stats if key not in columns.keys]
+        absent = [key for key in columns.keys if key not in stats and self.may_change(key)]
+        new = [key for key in stats if key not in columns.keys and self.may_change(key)]
         empty = torch.tensor([0.0, 0.0, 0.0, -torch.inf], dtype=torch.float64, device=self.device)
         if new and columns.keys:
             self.moments = torch.cat([self.moments.reshape(-1, 4), empty.expand(len(new), 4)])
             columns.reductions = (*columns.reductions, *(stats[key].reduction for key in new))
             columns.keys = (*columns.keys, *new)
-        order = dict(zip(columns.keys, columns.reductions, strict=True)) or {key: stats[key].reduction for key in new}
-        super().join({key: Stat(empty, order[key]) if key in absent else stats[key] for key in order})
+        filled = dict(stats)
+        if absent:
+            reductions = dict(zip(columns.keys, columns.reductions, strict=True))
+            filled |= {key: Stat(empty, reductions[key]) for key in absent}
+        order = [*(key for key in columns.keys if key in filled), *(key for key in filled if key not in columns.keys)]
+        super().join({key: filled[key] for key in order})
+
+
+class MicrobatchStats(GrowingStats):
+    """GrowingStats of which only ``kl/rollout`` may change, because some rollouts have no log-probabilities."""
+
+    @override
+    def may_change(self, key: str) -> bool:
+        return key == "kl/rollout"
 
 
 class MetricLog:
     """All metrics of a run, grouped by update frequency: rollout, optimizer step, microbatch."""
 
     def __init__(self, device: torch.device | str = "cpu", collectives: Collectives = ALONE) -> None:
-        self.groups = {
-            name: RunningStats(collectives).to(device) for name in ("rollout", "step", "microbatch", "counter")
-        }
+        kinds = {"rollout": RunningStats, "step": RunningStats, "microbatch": MicrobatchStats, "counter": RunningStats}
+        kinds["noted"] = GrowingStats  # logged by rewards and servers at any time
+        self.groups = {name: kind(collectives).to(device) for name, kind in kinds.items()}
         self._device, self._collectives = device, collectives
-        self.groups["noted"] = GrowingStats(collectives).to(device)  # logged by rewards and servers at any time
 
     def add(self, group: str, stats: Mapping[str, Stat]) -> None:
         """Merge statistics into one group; its keys are the same at every call, except for ``"noted"``."""

@@ -103,6 +103,8 @@ class RLLightningModule(BaseModule):
         minibatches_per_rollout: Number of optimizer steps per pass over a rollout. A group is never split.
         epochs_per_rollout: Number of passes over a rollout.
         max_staleness: Maximum number of rollouts generated ahead of training; 0 to generate each one when needed.
+        mismatch_every_n_rollouts: Interval of the rollouts in which ``kl/rollout`` is computed. In the others, the
+            engine is asked for log-probabilities only if something else reads them.
         max_grad_norm: Maximum gradient norm; None for no clipping.
         model: Memory, kernels and compilation of policy, critic and reference.
         seed: Seed of all random numbers of the run.
@@ -135,6 +137,7 @@ class RLLightningModule(BaseModule):
         minibatches_per_rollout: int = 1,
         epochs_per_rollout: int = 1,
         max_staleness: int = 0,
+        mismatch_every_n_rollouts: int = 1,
         optimizer: OptimizerBuilder = fused_adamw,
         lr_scheduler: SchedulerBuilder | None = None,
         max_grad_norm: float | None = 1.0,

@@ -110,6 +110,7 @@ class Needs:
     """Optional fields that are read, so the passes that have to run.
 
     Attributes:
+        rollout_logprobs: Log-probabilities of the engine, in every rollout.
         old_logprobs: Log-probabilities of the policy before the first step, by a pass.
         rollout_as_old: They are those of the rollout, bit for bit, so that no pass is needed.
         ref_logprobs: Log-probabilities of the reference.
@@ -117,6 +118,7 @@ class Needs:
         expert_load: Share of tokens of each expert in each optimizer step.
     """
 
+    rollout_logprobs: bool = False
     old_logprobs: bool = False
     rollout_as_old: bool = False
     ref_logprobs: bool = False
@@ -128,6 +130,7 @@ def needs(algorithm: Algorithm, *, steps_per_rollout: int, rollout_as_old: bool 
     """Return the passes over a rollout that have to run."""
     early = _early_fields(algorithm) | set(algorithm.advantages.reads)
     return Needs(
+        rollout_logprobs=rollout_as_old or any("rollout_logprobs" in fields for _, fields in _reading(algorithm)),
         old_logprobs=not rollout_as_old and (steps_per_rollout > 1 or "old_logprobs" in early),
         rollout_as_old=rollout_as_old,
         ref_logprobs=any("ref_logprobs" in fields for _, fields in _reading(algorithm)),

@@ -199,7 +199,7 @@ def resolve_options(options: Mapping[str, Any]) -> dict[str, Any]:
         check_place(f"{name}={MODULE}", part)
     _check_names(**{name: options[name] for name in NAMES})
     sampling = options["sampling"]
-    names = "group_size", "minibatches_per_rollout", "epochs_per_rollout"
+    names = "group_size", "minibatches_per_rollout", "epochs_per_rollout", "mismatch_every_n_rollouts"
     check_counts(1, **{name: options[name] for name in names})
     check_counts(0, max_staleness=options["max_staleness"], seed=options["seed"])
     check_numbers(above=0, finite=True, optional=True, max_grad_norm=options["max_grad_norm"])

@@ -93,6 +93,15 @@ def test_keys_may_not_change_and_the_difference_is_named(second: list[str], diff
         running.update({name: Stat.single(1.0) for name in second})
 
 
+def test_a_row_of_rollouts_without_log_probabilities_of_the_engine_lacks_their_metric() -> None:
+    log, both = MetricLog(), {"a": Stat.single(1.0), "kl/rollout": Stat.single(2.0)}
+    for stats in (both, {"a": Stat.single(3.0)}, both):
+        log.add("microbatch", stats)
+        assert log.row().keys() == stats.keys()
+    with pytest.raises(ValueError, match="the same metrics at every call, got a change of a, b"):
+        log.add("microbatch", {"b": Stat.single(1.0)})
+
+
 def test_a_value_stays_after_publishing_until_there_is_a_new_one() -> None:
     log = MetricLog()
     log.add("rollout", {"a": Stat.single(1.0)})

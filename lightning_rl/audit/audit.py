@@ -202,6 +202,10 @@ class SignalAudit(RLCallback):
             self._run.fields.end_backward()
 
     @override
+    def reads_logprobs(self, rollout_number: int) -> bool:
+        return rollout_number % self.every_n_rollouts == 0
+
+    @override
     def traces_step(self, rollout_number: int, step: int) -> bool:
         return self._run is not None and self._run.begin_trace()
 

@@ -248,6 +248,15 @@ class RLCallback(CheckedNames, Callback):
     def observe(self, rollout: Rollout) -> None:
         """Observe a finished rollout."""
 
+    def reads_logprobs(self, rollout_number: int) -> bool:
+        """Return True if it reads ``rollout_logprobs`` in a rollout; by default, if it declares them.
+
+        Args:
+            rollout_number: Number of the rollout, which has not been generated.
+        """
+        del rollout_number
+        return "rollout_logprobs" in (*self.reads, *self.reads_at_loss)
+
     def traces_step(self, rollout_number: int, step: int) -> bool:
         """Return True to observe an optimizer step, which costs a copy of the policy's outputs.
 

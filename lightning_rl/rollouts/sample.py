@@ -52,11 +52,13 @@ class SampleRequests:
         prompts: Prompts of this rank.
         requests: Requests for the samples that train, equally many for each prompt, in the order of the prompts.
         greedy: Requests for a greedy completion of each prompt, as a baseline; None for no baseline.
+        logprobs: True to ask the engine for log-probabilities.
     """
 
     prompts: Sequence[Prompt]
     requests: Sequence[Request]
     greedy: Sequence[Request] | None = None
+    logprobs: bool = False
 
     @property
     def by_prompt(self) -> list[tuple[Prompt, Request]]:
@@ -141,6 +143,8 @@ class Sampler:
         trainer_state: Progress of the run, for rewards that take it.
         vocabulary: Vocabulary size of the policy; None if unknown.
         environments: Environments of the samples; None for single-turn completions.
+        needs_logprobs: True if every rollout needs the engine's log-probabilities.
+        mismatch_every_n_rollouts: Interval of the rollouts that have them for ``kl/rollout``.
     """
 
     engine: Engine
@@ -158,6 +162,8 @@ class Sampler:
     trainer_state: TrainerState | None = None
     vocabulary: int | None = None
     environments: Environments | None = None
+    needs_logprobs: bool = False
+    mismatch_every_n_rollouts: int = 1
 
     @staticmethod
     def of(module: Any, trainer_state: TrainerState | None) -> "Sampler":
@@ -179,6 +185,8 @@ class Sampler:
             trainer_state=trainer_state,
             vocabulary=policy.vocabulary,
             environments=run.environments,
+            needs_logprobs=run.needs.rollout_logprobs,
+            mismatch_every_n_rollouts=module.mismatch_every_n_rollouts,
         )
 
     @property
@@ -215,7 +223,8 @@ class Sampler:
                 break
             if round_number:
                 prompts = distribute_prompts(take(sum(wanted)), wanted)[rank]
-                samples = self.generate_together(self.requests(prompts, number))
+                logprobs = first.rows.rollout_logprobs is not None  # all rounds have equal fields, also after a resume
+                samples = self.generate_together(replace(self.requests(prompts, number), logprobs=logprobs))
             with self._failing_together("rewards and masks of them"):
                 part, new, failing = self.score(samples)
                 self.corrections.observe_generated(samples.pairs)
@@ -313,11 +322,18 @@ class Sampler:
         """Return the requests for ``group_size`` samples of each prompt in rollout ``number``."""
         prompts, size = prompts if self.collectives.generates else [], group_size or self.group_size
         requests = self._requests(prompts, number, size, sampling or self.sampling)
+        logprobs = self.reads_logprobs(number)
         if not (self.greedy_baseline if baseline is None else baseline):
-            return SampleRequests(prompts=prompts, requests=requests)
+            return SampleRequests(prompts=prompts, requests=requests, logprobs=logprobs)
         greedy = replace(self.sampling, temperature=0.0)
         baselines = self._requests(prompts, number, 1, greedy, first_id=GREEDY_IDS)
-        return SampleRequests(prompts=prompts, requests=requests, greedy=baselines)
+        return SampleRequests(prompts=prompts, requests=requests, greedy=baselines, logprobs=logprobs)
+
+    def reads_logprobs(self, number: int) -> bool:
+        """Return True if anything reads the engine's log-probabilities in rollout ``number``, and it returns them."""
+        read = self.needs_logprobs or number % self.mismatch_every_n_rollouts == 0
+        read = read or any(callback.reads_logprobs(number) for callback in self.corrections.callbacks)
+        return read and self.engine.capabilities.returns_logprobs
 
     def _requests(
         self, prompts: Sequence[Prompt], number: int, size: int, sampling: SamplingParams, first_id: int = 0
@@ -337,30 +353,34 @@ class Sampler:
     def generate_together(self, requests: SampleRequests) -> Samples:
         """Generate and start rewards that run in subprocesses; if one rank fails, all do."""
         with failing_together("generation", EngineError):
-            samples = self._samples(requests, self.converse(requests.by_prompt))
+            samples = self._samples(requests, self.converse(requests.by_prompt, logprobs=requests.logprobs))
         return self._start_rewards(samples)
 
     def generate_parts(self, parts: Sequence[SampleRequests]) -> list[Samples]:
-        """Generate for several sets of requests in one call of the engine; if one rank fails, all do."""
+        """Generate for the sets of requests of evaluations in one call of the engine; if one rank fails, all do."""
         with failing_together("generation", EngineError):
             transcripts = iter(self.converse(list(chain.from_iterable(part.by_prompt for part in parts))))
             return [self._samples(part, list(islice(transcripts, len(part.by_prompt)))) for part in parts]
 
     def generate(self, requests: SampleRequests) -> Samples:
         """Generate and start rewards that run in subprocesses. Thread-safe: no collective and no other user code."""
-        return self._start_rewards(self._samples(requests, self.converse(requests.by_prompt)))
+        transcripts = self.converse(requests.by_prompt, logprobs=requests.logprobs)
+        return self._start_rewards(self._samples(requests, transcripts))
 
     def _samples(self, requests: SampleRequests, transcripts: Sequence[Transcript]) -> Samples:
         size, asked = len(requests.requests), requests.by_prompt
+        rows_of = partial(self._lay_out, logprobs=requests.logprobs)
         return Samples(
             prompts=requests.prompts,
-            rows=self._lay_out(asked[:size], transcripts[:size]),
-            greedy=None if requests.greedy is None else self._lay_out(asked[size:], transcripts[size:]),
+            rows=rows_of(asked[:size], transcripts[:size]),
+            greedy=None if requests.greedy is None else rows_of(asked[size:], transcripts[size:]),
             pairs=[pair for each in transcripts for pair in each.pairs],
             outcomes=() if self.environments is None else [each.outcome for each in transcripts],
         )
 
-    def _lay_out(self, asked: Sequence[tuple[Prompt, Request]], transcripts: Sequence[Transcript]) -> Rollout:
+    def _lay_out(
+        self, asked: Sequence[tuple[Prompt, Request]], transcripts: Sequence[Transcript], *, logprobs: bool
+    ) -> Rollout:
         rows = lay_out(
             [each.row for each in transcripts],
             groups=[prompt.index for prompt, _ in asked],
@@ -368,7 +388,7 @@ class Sampler:
             finish=[each.finish for each in transcripts],
             dtype=self.dtype,
             recorded=self.engine.extras,
-            logprobs=self.engine.capabilities.returns_logprobs,
+            logprobs=logprobs,
             turns=self.environments is not None,
         )
         masks = rows.token_extras.get(SAMPLING_MASK)
@@ -385,38 +405,38 @@ class Sampler:
             return samples
         return replace(samples, started=self.rewards.start(**self.reward_arguments(samples)))
 
-    def converse(self, asked: Sequence[tuple[Prompt, Request]]) -> list[Transcript]:
-        """Return a transcript for each request: one completion, or a conversation with an environment."""
+    def converse(self, asked: Sequence[tuple[Prompt, Request]], *, logprobs: bool = False) -> list[Transcript]:
+        """Return a transcript for each request: one completion, or a conversation with an environment.
+
+        Args:
+            asked: Requests with their prompts.
+            logprobs: True to ask the engine for log-probabilities.
+        """
+        answers = Answers(
+            self.engine,
+            logprobs=logprobs,
+            vocabulary=self.vocabulary,
+            text=None if self.tokenizer is None else self._whole_text,
+        )
         with self.forward_context():  # also without requests, because ranks may share an engine
             if self.environments is None:
                 requests = [request for _, request in asked]
-                return [Transcript.of(*pair) for pair in zip(requests, self.draw(requests), strict=True)]
+                return [Transcript.of(*pair) for pair in zip(requests, self.draw(requests, answers), strict=True)]
             openings = [self.environments.open(prompt, request) for prompt, request in asked]
-            answers, workers = Answers(self.engine, **self._checks_of_answers), self.environments.workers
-            logprobs = self.engine.capabilities.returns_logprobs
+            workers = self.environments.workers
             drive = partial(converse, openings, self.engine, logprobs=logprobs, answers=answers)
             if workers is None:
                 return drive()
             with workers.executor() as executor:
                 return drive(executor=executor, limit=workers.workers)
 
-    def draw(self, requests: Sequence[Request]) -> list[Completion]:
+    def draw(self, requests: Sequence[Request], answers: Answers) -> list[Completion]:
         """Return a validated completion for each request."""
-        answers = Answers(self.engine, **self._checks_of_answers)
         answers.ask(requests)
         completions = self.engine.generate(list(requests), logprobs=answers.logprobs)
         checked = [answers.check(*pair) for pair in zip(requests, completions, strict=True)]
         answers.close()
         return checked
-
-    @property
-    def _checks_of_answers(self) -> dict[str, Any]:
-        """Arguments that validate the completions of any engine."""
-        return {
-            "logprobs": self.engine.capabilities.returns_logprobs,
-            "vocabulary": self.vocabulary,
-            "text": None if self.tokenizer is None else self._whole_text,
-        }
 
     def score(self, samples: Samples) -> tuple[Rollout, list[RewardCall], Bool[Tensor, " B"]]:
         """Return samples with rewards, the reward calls, and a mask of rows with failed rewards.

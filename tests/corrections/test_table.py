@@ -19,7 +19,7 @@ from lightning_rl.distributed import ALONE
 from lightning_rl.signal.masked import local_sum
 from lightning_rl.utils.mutation_guard import Fields
 
-NO_CONTRIBUTION = {"with_name", "traces_step", "after_step"}
+NO_CONTRIBUTION = {"with_name", "reads_logprobs", "traces_step", "after_step"}
 RETURNS = {
     "row mask",
     "row float",

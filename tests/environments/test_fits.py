@@ -184,7 +184,7 @@ def test_the_log_probability_of_environments_tokens_is_logged_with_any_mask(
 ) -> None:
     lay_out = Sampler._lay_out  # noqa: SLF001
     if leaks:
-        monkeypatch.setattr(Sampler, "_lay_out", lambda *arguments: leak_mask(lay_out(*arguments)))
+        monkeypatch.setattr(Sampler, "_lay_out", lambda *rows, **options: leak_mask(lay_out(*rows, **options)))
     seen, module, policy = list[Rollout](), talking_module(), tiny_policy()
     fit(module, data=data(), callbacks=[recorder(seen)("seen")], max_steps=1)
     logprobs: list[float] = []

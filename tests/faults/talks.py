@@ -130,7 +130,7 @@ def moved_rewards(rollout: Rollout, place: Callable[[int, Tensor], int]) -> Roll
     return rollout.replace(token_extras={**rollout.token_extras, TURN_REWARDS: moved})
 
 
-def last_turn_lost(original: Any, self: Any, asked: Any, transcripts: Sequence[Any]) -> Rollout:
+def last_turn_lost(original: Any, self: Any, asked: Any, transcripts: Sequence[Any], **options: Any) -> Rollout:
     short = [
         dataclasses.replace(
             one,
@@ -142,7 +142,7 @@ def last_turn_lost(original: Any, self: Any, asked: Any, transcripts: Sequence[A
         else one
         for one in transcripts
     ]
-    return original(self, asked, short)
+    return original(self, asked, short, **options)
 
 
 # Conversations.

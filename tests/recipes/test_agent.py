@@ -59,7 +59,7 @@ def test_training_what_the_environment_says_shows_in_its_log_probability_and_to_
 ) -> None:
     if leaks:
         lay_out = Sampler._lay_out  # noqa: SLF001
-        monkeypatch.setattr(Sampler, "_lay_out", lambda *arguments: leak_mask(lay_out(*arguments)))
+        monkeypatch.setattr(Sampler, "_lay_out", lambda *rows, **options: leak_mask(lay_out(*rows, **options)))
     audit = SignalAudit(1, checks=["trained_tokens"])
     monkeypatch.setattr(pytorch, "Trainer", with_callback(pytorch.Trainer, audit))
     monkeypatch.chdir(tmp_path)

@@ -56,6 +56,7 @@ def test_requests_carry_the_key_and_all_parameters_and_completions_are_in_order(
         "logprobs": 0,
     }
     assert engine.generate([]) == [] and engine.generate(asked[:1])[0].logprobs is None
+    assert one.requests[-1]["sampling_params"]["logprobs"] is None
     engine.close()
 
 
