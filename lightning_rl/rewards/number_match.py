@@ -134,10 +134,9 @@ class NumberMatch(AnswerMatch):
     def score(self, text: str, reference: Any) -> float:
         wanted = self.number_of_reference(reference)
         stated = self.number_of_text(text)
-        if stated is None:
-            return 0.0
-        room = max(_exact(self.abs_tol), _exact(self.rel_tol) * abs(wanted)) if self.abs_tol or self.rel_tol else 0
-        return float(abs(stated - wanted) <= room)
+        if stated is None or not (self.abs_tol or self.rel_tol):
+            return float(stated == wanted)
+        return float(abs(stated - wanted) <= max(_exact(self.abs_tol), _exact(self.rel_tol) * abs(wanted)))
 
     def number_of_text(self, text: str) -> Fraction | None:
         """Return the number that a completion states; None if there is none or it has more than 1000 digits."""

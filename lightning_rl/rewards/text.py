@@ -34,7 +34,8 @@ LETTERS |= {"\u5143": " yuan ", "\u3002": ". "}
 LETTERS |= {"\u221e": r"\infty ", "\u03c0": r"\pi ", "\u2205": r"\emptyset ", "\u222a": r"\cup ", "\u2229": r"\cap "}
 LETTERS |= {"\u00b0": r"^\circ ", "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u00b1": r"\pm "}
 VALUE = r"(?=[-+]?\\?\$?\\?\(?\.?(?:[0-9]|\\[dt]?frac|\\sqrt|\\pi))"
-OPENING = r"(?:(?<=[={(\[])\s?|(?<=[:#])[ \t]?|(?<=\bis )|(?<=\$)(?<![^\s:]\$))"  # of an answer
+OPENINGS = (r"[={(\[:#]", r"[={(\[]\s", r"[:#][ \t]", r"\bis ", r"[\s:]\$", r"\A\$")  # of an answer
+OPENING = f"(?:{'|'.join(rf'(?<={opening})' for opening in OPENINGS)})"
 BULLET = re.compile(rf"^(?<![={{(\[$]\n)[ \t]*- +{VALUE}", re.MULTILINE)
 REWRITTEN = re.compile(r"<answer>|\"(?:final.)?answer\":?|[#*_ ]+(?:final )?answer[*_ ]*", re.IGNORECASE)
 SCALE_WORDS = "more|greater|larger|higher|less|fewer|smaller|lower"
@@ -281,7 +282,7 @@ REWRITINGS = (
     _rewriting("minus|negative", _before_value("@"), "-"),
     _rewriting("\u2013|\u2014", rf"(?<![\w)}}\]$%.])(?<![0-9)}}\]$%.] )@{VALUE}", "-"),
     _rewriting("maybe|perhaps|possibly|probably", _before_value("@"), ""),
-    _rewriting("- ", rf"({OPENING})@ *{VALUE}", r"\1-"),
+    _rewriting("- ", rf"@(?:{'|'.join(rf'(?<={opening}- )' for opening in OPENINGS)}) *{VALUE}", "-"),
     _rewriting(r"\approx|\simeq", r"(?<![\w\\)}\]])([a-z])\s*@\b", r"\1 ="),
     _rewriting("^|**", r"(?<=[0-9])\s*(?:x|\*|\\times|\\cdot)\s*10\s*@", r" \\times 10^"),
     _rewriting("**", r"(?<=[\w)])@(?=[-(]?[0-9])|(?<=[0-9)]) @ (?=[-(]?[0-9])", "^"),
