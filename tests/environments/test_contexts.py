@@ -180,6 +180,6 @@ def test_the_audit_finds_contexts_that_are_not_kept_apart(
 ) -> None:
     monkeypatch.setattr(place, fault)
     audit = SignalAudit(every_n_rollouts=2, mode="warn")
-    with pytest.warns(UserWarning, match=f"the audit of rollout 0 found\n(.*\n)*{check}"):
+    with pytest.warns(UserWarning, match="the audit of rollout 0 found"):
         run_of(Forgetful, audit, policy=tiny_policy, folder=tmp_path)
     assert check in {finding.check for finding in audit.findings}
