@@ -365,6 +365,7 @@ class BaseModule(LightningModule):
         if further := {name: value for name, value in saved.items() if name not in self.options}:
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = further  # the options are in the configuration
         checkpoint["lightning_rl"] = self.run.state(self.parallel.collectives, self.models.reference)
+        checkpoint["lightning_rl"]["engines"] = self.parallel.collectives.objects(self.engine.state_dict())
         if writes_date(self.tokenizer):
             checkpoint["lightning_rl"]["template_date"] = TODAY.moment
 
@@ -380,6 +381,7 @@ class BaseModule(LightningModule):
             TODAY.moment = moment
             self._encode_prompts(self.required_policy, self.data_module)
         self.run.load(state, self.parallel, self.models.reference, self.fault_tolerance.allow_config_changes)
+        self.engine.load_state_dict(state["engines"][self.parallel.rank] if "engines" in state else {})
         changed = [path.partition(".")[2] for path, _, _ in self.run.changes if path.startswith("corrections.")]
         self.run.corrections.reset(checkpoint.get("callbacks", {}), changed)
         if self.trainer.strategy.restore_checkpoint_after_setup:

@@ -277,6 +277,13 @@ class Engine(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no model in this process")
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values for a checkpoint, with which a resumed run generates the same bits."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  most engines have no state
+        """Load a :meth:`state_dict`, empty if the checkpoint has none, or one of an engine of another class."""
+
     @abstractmethod
     def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load the full weights, one parameter at a time."""

@@ -5,7 +5,7 @@ own generator (inverse CDF), so a sample does not depend on its batch.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_rl.generation.cache import VLLM_DRAWS, KVCache, cache_argument
 from lightning_rl.generation.decode_extras import DecodeExtras
 from lightning_rl.generation.engine import Capabilities, Completion, Engine, Request
+from lightning_rl.generation.packed_weights import packable_layers, packed_weights, packing_pays
 from lightning_rl.generation.sampling_params import RowFilters, SamplingParams, in_units
 from lightning_rl.generation.weights.canary import Canary, canary_of
 from lightning_rl.policy.batch_invariance import BatchInvariance, is_batch_invariant
@@ -41,7 +42,9 @@ class TransformersEngine(Engine):
     """Embedded engine, which decodes with the policy module itself where a rank holds all of it.
 
     A sync then only changes the version. Under a sharding strategy, or ahead of the trainer, it copies the weights.
-    Prompts of a model that minds padding on their left decode with others of equal length.
+    Prompts of a model that minds padding on their left decode with others of equal length. On a CPU, a float32 model of
+    millions of weights decodes with packed weights if they save time in its first draw. Checkpoints store this choice,
+    which changes the last bits of log-probabilities. ``consistency="bitwise"`` packs no weights.
 
     Args:
         max_rows: Maximum number of rows that decode together; bounds the memory of the KV cache.
@@ -67,6 +70,7 @@ class TransformersEngine(Engine):
         self._model: PreTrainedModel | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._decodes_ragged = True  # prompts of unequal lengths together
+        self._packs: bool | None = None  # weights, on a CPU; None until it is measured
 
     @override
     def start(
@@ -105,7 +109,8 @@ class TransformersEngine(Engine):
         try:
             routes = record_routes(model) if ROUTES in self.extras else nullcontext()
             exact = exact_logits(head_layer(model))
-            with without_compilation(model), exact, routes as take_routes, cached_casts(model):
+            packed = self._packed_weights(model, requests)
+            with without_compilation(model), exact, packed, routes as take_routes, cached_casts(model):
                 for chosen in self._batches(requests):
                     batch = [requests[place] for place in chosen]
                     max_tokens = max(request.sampling.max_new_tokens for request in batch)
@@ -121,6 +126,21 @@ class TransformersEngine(Engine):
         finally:
             model.train(training)
         return [completions[place] for place in range(len(requests))]
+
+    def _packed_weights(self, model: PreTrainedModel, requests: Sequence[Request]) -> AbstractContextManager[None]:
+        layers = packable_layers(model)
+        if layers and requests and self._packs is None:
+            tokens = max(request.sampling.max_new_tokens for request in requests)
+            self._packs = packing_pays(layers, rows=min(len(requests), self.max_rows), tokens=tokens)
+        return packed_weights(layers if self._packs else [])
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"packs": self._packs}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._packs = state.get("packs", False)
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
         """Yield places of requests that decode together, of similar or equal lengths, samples of a prompt adjacent."""
