@@ -14,7 +14,7 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lightning_rl.generation.vllm.vllm_engine import GPU_SHARE
-from lightning_rl.policy.logprobs import chunk_of
+from lightning_rl.policy.logprobs import DEVICE_KEPT, chunk_of
 from lightning_rl.policy.memory import (
     ENGINE_CONTEXT,
     GIB,
@@ -125,9 +125,10 @@ def plan_of(model: Model, memory: int, devices: int, fit: Fit, *, lora: bool) ->
     shards, gathered = devices if sharded else 1, COMPUTE if sharded else WEIGHT  # bytes of a weight in a forward
     numbers, trained = model.inside + model.outside + lora * model.adapters, model.inside + model.outside
     trained = model.adapters if lora else trained
+    logits, limit = fit.budget * model.vocabulary, chunk_of(memory)
     head = head_bytes(
         entries=model.head,
-        chunk=min(chunk_of(memory), fit.budget * model.vocabulary),
+        chunk=min(limit, logits),
         operand=COMPUTE,
         weight=gathered,
         trained=not lora,
@@ -139,6 +140,7 @@ def plan_of(model: Model, memory: int, devices: int, fit: Fit, *, lora: bool) ->
         compute=COMPUTE,
         residual=gathered,
         head=head,
+        kept_logits=4 * min(max(0, logits - limit), DEVICE_KEPT * limit) * (not lora),
         checkpointing=fit.checkpointing,
         trained=not lora,
     )

@@ -1,4 +1,4 @@
-"""Vocabulary head: log-probability and entropy of given tokens, chunk by chunk, without storing all logits."""
+"""Vocabulary head: log-probability and entropy of given tokens, chunk by chunk, with a bound on the stored logits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +14,7 @@ from lightning_rl.policy.sampling_mask import from_bits
 
 CPU_CHUNK = 2**25  # logits of a chunk: 128 MiB in float32
 DEVICE_SHARE = 64  # divisor of an accelerator's memory for the logits of a chunk
+CPU_KEPT, DEVICE_KEPT = 8, 2  # chunks of logits that a forward may keep: 1 GiB in float32; 1/32 of the memory
 BLOCKS = 64  # parts of a chunk that elementwise operations process in turn, to keep temporaries small
 FILTERED = -1e30  # logit of a filtered token: finite, so that 0 times it is 0
 
@@ -32,10 +33,12 @@ def token_logprobs(
 
     Logits, softmax and their gradient are float32 (float64 for float64 parameters) in every precision of the run, and
     so is the sum of the weight's gradient over tokens; in half precision a GPU only rounds the operands of matrix
-    products. Logits are computed chunk by chunk in one buffer, and again in the backward; both results are
-    differentiable. With frozen weight and bias, as under adapters, the forward stores the gradient of each
-    log-probability by its hidden state, and the backward of log-probabilities only scales it: two matrix products
-    instead of three.
+    products. Both results are differentiable.
+
+    Logits are computed chunk by chunk. A forward with gradient keeps those of its first :func:`kept_chunks` chunks for
+    the backward, which computes the others again in one buffer, with the same bits. With frozen weight and bias, as
+    under adapters, the forward keeps no logits. It stores the gradient of each log-probability by its hidden state, and
+    the backward of log-probabilities only scales it: two matrix products instead of three.
 
     Args:
         hidden: Last hidden state before each target, shape [A, H].
@@ -51,7 +54,8 @@ def token_logprobs(
     Returns:
         Log-probabilities and entropies in nats, each of shape [A].
     """
-    return _Head.apply(hidden, weight, bias, targets, temperature, soft_cap, sampling_mask, None, None)[:2]
+    options = temperature, soft_cap, sampling_mask, None, None, torch.is_grad_enabled()
+    return _Head.apply(hidden, weight, bias, targets, *options)[:2]
 
 
 def token_logprobs_and_kl(
@@ -79,7 +83,8 @@ def token_logprobs_and_kl(
         top_ids: Likeliest tokens of q, different ones, [A, k].
         top_logprobs: Their log-probabilities under q; -inf for impossible ones.
     """
-    return _Head.apply(hidden, weight, bias, targets, temperature, soft_cap, sampling_mask, top_ids, top_logprobs)
+    options = temperature, soft_cap, sampling_mask, top_ids, top_logprobs, torch.is_grad_enabled()
+    return _Head.apply(hidden, weight, bias, targets, *options)
 
 
 @torch.no_grad()
@@ -120,7 +125,7 @@ def head_logits(
 
 def logprobs_of(logits: Float[Tensor, "A V"]) -> Float[Tensor, "A V"]:
     """Return the log-probabilities of the vocabulary with the rounding of :func:`token_logprobs`."""
-    _, _, total = _subtract_largest(scores := logits.clone())
+    scores, _, _, total = _subtract_largest(logits, torch.empty_like(logits))
     return scores.sub_(total.log()[:, None])
 
 
@@ -182,6 +187,11 @@ def chunk_of(memory: int) -> int:
     return 2 ** ((memory // (4 * DEVICE_SHARE)).bit_length() - 1)
 
 
+def kept_chunks(device: torch.device) -> int:
+    """Return the maximum number of chunks whose logits a forward with gradient keeps for its backward on a device."""
+    return DEVICE_KEPT if device.type == "cuda" else CPU_KEPT
+
+
 def exact_dtype(weight: Tensor) -> torch.dtype:
     """Return the dtype of logits and everything computed from them: float32, or float64 for float64 parameters."""
     return torch.promote_types(weight.dtype, torch.float32)
@@ -201,6 +211,7 @@ class _Head(torch.autograd.Function):
         sampling_mask: Tensor | None,
         top_ids: Tensor | None,
         top_logprobs: Tensor | None,
+        grad_enabled: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         logprobs, entropy, normalizer = hidden.new_empty(3, len(hidden), dtype=exact_dtype(weight)).unbind()
         other = None if top_ids is None or top_logprobs is None else _Other.of(top_ids, top_logprobs, logprobs)
@@ -208,11 +219,15 @@ class _Head(torch.autograd.Function):
         frozen = by_hidden and not (by_weight or by_bias) and other is None
         unit = torch.ones_like(logprobs) if frozen else None  # rates: d logprob / d hidden
         rates = hidden.new_empty(hidden.shape, dtype=operand.dtype) if frozen else None
+        kept, keeps = list[Tensor](), grad_enabled and any(ctx.needs_input_grad) and not frozen
+        separate = kept_chunks(hidden.device) if keeps else 0
         with torch.autocast(hidden.device.type, enabled=False):
-            for part, logits in _chunks(hidden, operand, bias, temperature, soft_cap, sampling_mask):
-                for block, scores in _blocks(part, logits):
-                    slope = None if unit is None or soft_cap is None else _cap_slope(scores, soft_cap / temperature)
-                    largest, weights, total = _subtract_largest(scores)
+            for part, logits in _chunks(hidden, operand, bias, temperature, soft_cap, sampling_mask, separate=separate):
+                keep = len(kept) < separate
+                kept += [logits] * keep
+                for block, raw in _blocks(part, logits):
+                    slope = None if unit is None or soft_cap is None else _cap_slope(raw, soft_cap / temperature)
+                    scores, largest, weights, total = _subtract_largest(raw, torch.empty_like(raw) if keep else raw)
                     shift = total.log()
                     normalizer[block] = largest[:, 0] + shift
                     logprobs[block] = scores.gather(1, targets[block, None])[:, 0] - shift
@@ -220,15 +235,16 @@ class _Head(torch.autograd.Function):
                         other.compare(block, scores, weights, total)
                     entropy[block] = shift - weights.mul_(scores).sum(-1) / total
                     if unit is not None:
-                        scores -= shift[:, None]
-                        _logit_gradient(scores, targets[block], unit[block], entropy[block], None)
+                        torch.sub(scores, shift[:, None], out=raw)
+                        _logit_gradient(raw, targets[block], unit[block], entropy[block], None)
                         if slope is not None:
-                            scores *= slope
+                            raw *= slope
                 if rates is not None:
                     rates[part] = torch.mm(logits.to(operand.dtype), operand)
         saved = hidden, weight, bias, targets, normalizer, entropy, sampling_mask, rates
         ctx.save_for_backward(*saved, *((None,) * len(_Other._fields) if other is None else other))
         ctx.temperature, ctx.soft_cap, ctx.operand_dtype = temperature, soft_cap, operand.dtype
+        ctx.kept = kept
         ctx.set_materialize_grads(False)
         return logprobs, entropy, None if other is None else other.kl
 
@@ -241,13 +257,15 @@ class _Head(torch.autograd.Function):
         by_logprob, by_entropy, by_kl = (None if grad is None else grad.to(exact) / ctx.temperature for grad in grads)
         slopes = torch.zeros_like(entropy) if by_logprob is None else by_logprob
         if rates is not None and by_entropy is None:
-            return (rates * slopes[:, None]).to(hidden.dtype), *[None] * 8
+            return (rates * slopes[:, None]).to(hidden.dtype), *[None] * 9
         operand = weight.to(ctx.operand_dtype)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=exact) if ctx.needs_input_grad[2] else None
+        kept, ctx.kept = ctx.kept, []  # overwritten below, so a second backward computes all logits again
+        options = ctx.temperature, ctx.soft_cap, sampling_mask
         with torch.autocast(hidden.device.type, enabled=False):
-            for part, logits in _chunks(hidden, operand, bias, ctx.temperature, ctx.soft_cap, sampling_mask):
+            for part, logits in _chunks(hidden, operand, bias, *options, kept=kept):
                 for block, scores in _blocks(part, logits):
                     slope = None if ctx.soft_cap is None else _cap_slope(scores, ctx.soft_cap / ctx.temperature)
                     scores -= normalizer[block, None]
@@ -268,7 +286,7 @@ class _Head(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *[None] * 6,
+            *[None] * 7,
         )
 
 
@@ -329,11 +347,11 @@ def _divergence(logprobs: Tensor, own: Tensor) -> Tensor:
     return torch.where(gap.abs() < 1, probabilities * (gap.expm1() - gap), far)
 
 
-def _subtract_largest(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Subtract the largest logit of each row in place; return it, the exponentials of the row, and their sum."""
-    scores -= (largest := scores.amax(-1, keepdim=True))
+def _subtract_largest(logits: Tensor, scores: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return logits less the largest of their row, in ``scores``; the largest, the exponentials, and their sum."""
+    torch.sub(logits, largest := logits.amax(-1, keepdim=True), out=scores)
     weights = scores.exp()
-    return largest, weights, weights.sum(-1)
+    return scores, largest, weights, weights.sum(-1)
 
 
 def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -354,13 +372,24 @@ def _chunks(
     temperature: float,
     soft_cap: float | None,
     sampling_mask: Tensor | None,
+    *,
+    separate: int = 0,
+    kept: list[Tensor] | None = None,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the logits of consecutive tokens, in one reused buffer."""
+    """Yield the logits of consecutive tokens: ``separate`` chunks in separate memory, the others in one buffer.
+
+    Those of the first chunks are taken out of ``kept`` instead of computed, as far as it has any.
+    """
     exact, size = exact_dtype(operand), max(16, chunk_elements(hidden.device) // len(operand))
-    buffer = hidden.new_empty(min(size, len(hidden)), len(operand), dtype=exact)
-    for start in range(0, len(hidden), size):
+    buffer = None
+    for number, start in enumerate(range(0, len(hidden), size)):
         part = slice(start, start + size)
+        if kept:
+            yield part, kept.pop(0)
+            continue
         rows = hidden[part].to(operand.dtype)
+        if buffer is None or number <= separate:
+            buffer = hidden.new_empty(len(rows), len(operand), dtype=exact)
         logits = buffer[: len(rows)]
         if operand.dtype == exact:
             torch.mm(rows, operand.t(), out=logits)

@@ -140,6 +140,7 @@ class Activations:
         compute: int,
         residual: int,
         head: float,
+        kept_logits: float = 0,
         checkpointing: bool = False,
         trained: bool = True,
     ) -> Self:
@@ -152,6 +153,7 @@ class Activations:
             compute: as in :meth:`LayerSizes.activations`, like ``residual`` and ``trained``.
             residual: as there.
             head: bytes of the vocabulary head, :func:`head_bytes`.
+            kept_logits: bytes of logits beyond a chunk that the head keeps for the backward.
             checkpointing: True for activation checkpointing of layers.
             trained: as there.
         """
@@ -162,7 +164,7 @@ class Activations:
         last = norm + states + angles  # states: the input of the head
         return cls(
             kept=last + layers * (states if checkpointing else layer + casts),
-            working=max(head + states, IN_FLIGHT * layer + (layer + casts) * checkpointing),
+            working=max(head + kept_logits + states, IN_FLIGHT * layer + (layer + casts) * checkpointing),
             scoring=last + max(head, layer + casts),
         )
 

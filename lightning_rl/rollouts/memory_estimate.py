@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_rl.generation.vllm.vllm_engine import CPU_CACHE, GPU_SHARE, VLLMEngine
 from lightning_rl.policy import PolicyModel, pack
-from lightning_rl.policy.logprobs import chunk_elements
+from lightning_rl.policy.logprobs import chunk_elements, kept_chunks
 from lightning_rl.policy.lora import adapters_of
 from lightning_rl.policy.memory import (
     CONTEXT,
@@ -139,9 +139,10 @@ def _activations(module: Any, tokens: int) -> Activations:
     policy, (compute, residual) = module.required_policy, _bytes_of_numbers(module)
     text: Any = policy.model.config.get_text_config()
     itemsize, adapted = min(policy.model.dtype.itemsize, residual), bool(adapters_of(policy.model))
+    logits, limit = tokens * text.vocab_size, chunk_elements(module.device)
     head = head_bytes(
         entries=text.vocab_size * text.hidden_size,
-        chunk=min(chunk_elements(module.device), tokens * text.vocab_size),
+        chunk=min(limit, logits),
         operand=compute if module.device.type == "cuda" else max(4, itemsize),
         weight=itemsize,
         trained=not adapted,
@@ -153,6 +154,7 @@ def _activations(module: Any, tokens: int) -> Activations:
         compute=compute,
         residual=residual,
         head=head,
+        kept_logits=max(4, itemsize) * min(max(0, logits - limit), kept_chunks(module.device) * limit) * (not adapted),
         checkpointing=module.models.options.activation_checkpointing,
         trained=not adapted,
     )

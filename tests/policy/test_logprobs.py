@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,18 +143,55 @@ class LargeTensors(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("entropy", [False, True], ids=["logprobs", "entropy"])
-def test_one_buffer_holds_the_logits_of_a_chunk_and_nothing_else_is_large(
-    entropy: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kept", [0, 2, 8])
+def test_kept_chunks_and_one_buffer_hold_all_logits_and_nothing_else_is_large(
+    kept: int, entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head, "CPU_CHUNK", 32 * 1000)
-    hidden, weight = torch.randn(100, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
-    targets, everything = torch.zeros(100, dtype=torch.int64), to_bits(torch.ones(100, 1000, dtype=torch.bool))
-    with LargeTensors(above=16_000) as forward:
+    monkeypatch.setattr(head, "CPU_KEPT", kept)
+    hidden, weight = torch.randn(160, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
+    targets, everything = torch.zeros(160, dtype=torch.int64), to_bits(torch.ones(160, 1000, dtype=torch.bool))
+    with torch.no_grad(), LargeTensors(above=25_000) as scoring:
+        token_logprobs(hidden, weight, None, targets, sampling_mask=everything)
+    with LargeTensors(above=25_000) as forward:
         outputs = token_logprobs(hidden, weight, None, targets, sampling_mask=everything)
     loss = outputs[0].sum() + (outputs[1].sum() if entropy else 0)
-    with LargeTensors(above=16_000) as backward:
+    with LargeTensors(above=25_000) as backward:
         loss.backward()
-    assert list(forward.sizes.values()) == list(backward.sizes.values()) == [32 * 1000]
+    assert len(scoring.sizes) == 1
+    assert list(forward.sizes.values()) == [32 * 1000] * min(kept + 1, 5)
+    assert set(backward.sizes.values()) == {32 * 1000} and len(backward.sizes) <= len(forward.sizes)
+
+
+def repeated_gradients(*, top: bool, **options: Any) -> list[Tensor]:
+    """Outputs, and the gradients of two backwards through one forward."""
+    hidden, weight, bias, targets = inputs(dtype=torch.float32)
+    assert bias is not None
+    ids = torch.arange(3).expand(40, 3)
+    other = {"top_ids": ids, "top_logprobs": torch.full(ids.shape, -2.0)}
+    score = partial(token_logprobs_and_kl, **other) if top else token_logprobs
+    outputs = score(hidden, weight, bias, targets, temperature=0.7, **options)
+    slopes = torch.linspace(-1, 2, 40)
+    loss = torch.stack([(number + slopes) @ output for number, output in enumerate(outputs)]).sum()
+    leaves = [hidden, weight, bias]
+    return [*outputs, *(grad for _ in range(2) for grad in torch.autograd.grad(loss, leaves, retain_graph=True))]
+
+
+@pytest.mark.parametrize("soft_cap", [None, 4.0])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("top", [False, True])
+def test_kept_logits_change_no_bit(
+    soft_cap: float | None, masked: bool, top: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_chunks(monkeypatch)
+    options = {"soft_cap": soft_cap, "sampling_mask": to_bits(filtered()[1]) if masked else None}
+    with ProductCount() as products:
+        found = repeated_gradients(top=top, **options)
+    assert products.number == 3 * (3 + 3)  # per chunk: three with its logits kept, three in the second backward
+    for kept in (0, 2):
+        monkeypatch.setattr(head, "CPU_KEPT", kept)
+        for one, other in zip(repeated_gradients(top=top, **options), found, strict=True):
+            assert torch.equal(one, other)
 
 
 def test_a_weight_is_cast_once_for_all_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,7 +449,7 @@ def test_under_autocast_a_gpu_rounds_operands_and_neither_logits_nor_sums(
         outputs, grads = [part.detach().cpu() for part in (*found, sums)], [grad.cpu() for grad in grads]
     assert {product[:2] for product in products.dtypes} == {(half, half)}
     results = [product[2] for product in products.dtypes]
-    assert results == [torch.float32, *([half] if frozen else []), *[torch.float32] * (1 if frozen else 4)]
+    assert results == [torch.float32, *([half] if frozen else []), *[torch.float32] * (1 if frozen else 3)]
     exact = [leaf.to(half).double().requires_grad_() for leaf in leaves]
     expected = plain(exact[0], exact[1], None, targets, temperature=0.7)
     squares = ((exact[0] @ exact[1].t()) / 0.7).softmax(-1).square().sum(-1)

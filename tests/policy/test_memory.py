@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from lightning_rl.policy.build import build_policy
-from lightning_rl.policy.logprobs import chunk_elements
+from lightning_rl.policy.logprobs import chunk_elements, kept_chunks
 from lightning_rl.policy.memory import (
     GIB,
     Activations,
@@ -122,14 +122,17 @@ def planned(
     family: str, policy: Any, layout: Layout, precision: Precision, *, checkpointing: bool, lora: bool = False
 ) -> Activations:
     config, exact = policy.model.config, max(4, precision.weights.itemsize)  # the CPU multiplies the head in float32
-    logits = min(chunk_elements(torch.device("cpu")), len(layout.source) * config.vocab_size)
+    logits, limit = len(layout.source) * config.vocab_size, chunk_elements(torch.device("cpu"))
     entries = config.vocab_size * config.hidden_size
-    head = head_bytes(entries=entries, chunk=logits, operand=exact, weight=precision.weights.itemsize, trained=not lora)
+    head = head_bytes(
+        entries=entries, chunk=min(logits, limit), operand=exact, weight=precision.weights.itemsize, trained=not lora
+    )
     return Activations.of(
         LayerSizes.of(config, **FAMILIES[family][1]),
         layers=LAYERS,
         tokens=layout.input_ids.numel(),
         head=head,
+        kept_logits=exact * min(max(0, logits - limit), kept_chunks(torch.device("cpu")) * limit) * (not lora),
         checkpointing=checkpointing,
         trained=not lora,
         **precision.bytes,
