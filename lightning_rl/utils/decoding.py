@@ -34,6 +34,6 @@ def decode_completions(
         ends: Ids that end a response.
     """
     hidden = hidden_tokens(tokenizer, ends)
-    array: Any = np.empty(len(rows), dtype=object)  # the tokenizer inspects each entry of a list
+    array: Any = np.empty(len(rows), dtype=object)  # the tokenizer inspects each token of a list, batch_decode always
     array[:] = [[token for token in row if token not in hidden] for row in rows]
-    return list(tokenizer.batch_decode(array, skip_special_tokens=False))
+    return list(tokenizer.decode(array, skip_special_tokens=False)) if len(rows) else []

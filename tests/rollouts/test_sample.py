@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kit.engine_requests import request_of
@@ -160,21 +161,21 @@ def test_special_tokens_are_text_unless_they_end_or_fill_a_response() -> None:
     assert sampler_of(tokenizer=tokenizer).text(ends[:1]) == "<end>", "which ends no response of this run"
 
 
-def test_the_texts_of_a_round_are_decoded_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, calls, seen = tiny_tokenizer(), list[int](), list[str]()
-    decode = type(tokenizer).batch_decode
+def test_the_texts_of_a_round_are_decoded_in_one_call_that_inspects_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, calls, seen = tiny_tokenizer(), list[tuple[type, int]](), list[str]()
+    decode = type(tokenizer).decode
 
-    def watched(self: Any, sequences: Any, **options: Any) -> Any:
-        calls.append(len(sequences))
-        return decode(self, sequences, **options)
+    def watched(self: Any, token_ids: Any, **options: Any) -> Any:
+        calls.append((type(token_ids), len(token_ids)))
+        return decode(self, token_ids, **options)
 
     def reading(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float]:
         seen.extend(completions)
         return [0.0] * len(prompts)
 
-    monkeypatch.setattr(type(tokenizer), "batch_decode", watched)
+    monkeypatch.setattr(type(tokenizer), "decode", watched)
     rollout = sample_groups(sampler_of(rewards=[reading], tokenizer=tokenizer), stream().take(3))
-    assert calls == [len(rollout)]
+    assert calls == [(np.ndarray, len(rollout))]
     rows = zip(rollout.response_ids.tolist(), rollout.response_lengths.tolist(), strict=True)
     assert seen == [tokenizer.decode(ids[:length], skip_special_tokens=True) for ids, length in rows]
 
