@@ -33,7 +33,8 @@ AND = (
     rf"(?:[/&|+\u2013\u2014-]|{_words(JOINS)}|\u6216\u8005|\u6216|\u548c|\u4e0e|\u53ca|\u3068|\u304b|\ub610\ub294|"
     r"\uacfc|\uc640|\\(?:text|mbox|quad)\w*)"
 )
-ADVERBS = r"[^\W\d_]+(?:ly|mente?|lich)|most|best|just|maybe|perhaps|indeed|thus|then|so|still|also|only|nur|wohl"
+ADVERBS = r"[^\W\d_]+(?:ly|mente?|lich)|most|best|just|maybe|perhaps|indeed|thus|therefore|hence|then|so|still|also|"
+ADVERBS += r"only|nur|wohl"
 OPINION = r"i(?=\s+(?:think|believe|guess|would))|think|believe|would|say|guess|in|my|opinion|fact|to|be"
 ARTICLES = rf"the|la|el|las|der|die|l(?=['\u2019])|(?-i:[ao])(?=\s+(?:{OPTION}|\w(?!\w)))"
 OTHERS = r"either|both|all|any|of|correct|right|number"
@@ -129,7 +130,7 @@ class LetterReader:
 
     def without_ruled_out(self, text: str) -> str:
         """Return a text of the same length in which spaces replace the letters that it rules out."""
-        for one in [*self._after(UNLIKE, text), *self._before(RULED_OUT, text, commas=False)]:
+        for one in [*self._after(UNLIKE, text, lines=False), *self._before(RULED_OUT, text, commas=False)]:
             text = text[: one.begin] + " " * (one.end - one.begin) + text[one.end :]
         return text
 
@@ -195,10 +196,13 @@ class LetterReader:
         copied = len(letters) > 2 and letters == self._letters[: len(letters)]
         return letters if copied or not found else found[-1].letters
 
-    def _after(self, leads: re.Pattern[str], text: str) -> Iterator[Statement]:
+    def _after(self, leads: re.Pattern[str], text: str, *, lines: bool = True) -> Iterator[Statement]:
+        """Yield the letters after words that lead to them, also in a later line with ``lines``."""
         read = 0
         for lead in leads.finditer(text):
-            if lead.end() > read and (one := self._at(text, lead.end())) is not None:
+            if lead.end() <= read or (one := self._at(text, lead.end())) is None:
+                continue
+            if lines or "\n" not in text[lead.end() : one.begin]:
                 read = one.end
                 yield Statement(one.letters, lead.start(), one.end)
 

@@ -198,7 +198,7 @@ def _read_last(text: str) -> Answer:
     line = _strip_delimiters(next((line for line in reversed(text.split("\n")) if re.search("[0-9]", line)), ""))
     numbers = list(re.finditer(rf"[{CURRENCIES}]?[0-9][0-9.,]*", line))
     measured = _measure(line[numbers[-1].start() :]) if numbers else None
-    text = re.sub(r"(?<![\w.$])([0-9.]+) or ([0-9.]*[0-9])\b", r"$\1, \2$", text)
+    text = re.sub(r"(?<![\w.$])\$?([0-9.]+) or \$?([0-9.]*[0-9])\b", r"$\1, \2$", text)
     if "$" not in text:
         text = BARE.sub(lambda part: f"${'x ' if part[1] else ''}{part[0]}$", text)
     return Answer(_without_currency(text), unit=(measured.unit or None) if measured else None)
@@ -231,7 +231,7 @@ def _first_lines(answer: str) -> str:
 def _strip_delimiters(answer: str) -> str:
     """Return an answer in one line without dollar signs around formulas and without decoration."""
     answer = " ".join(answer.replace("**", "").split())
-    answer = re.sub(r"^\$?(?:[-=]+>|\\(?:approx|simeq)\b)", "", answer)
+    answer = re.sub(rf"^\$?(?:[-=]+>|\\(?:approx|simeq)\b|(?:{TEXT})\s*=)", "", answer)
     if re.fullmatch(r"(?:[^$]*\$(?=[0-9]))+[^$]*", answer):  # amounts of money, no formulas
         answer = answer.replace("$", "\uff04")
     answer = WHOLE.sub(lambda formula: next(filter(None, formula.groups()), "").strip(), answer)
@@ -261,8 +261,13 @@ def _sentence(answer: str) -> Answer:
     if first is None:
         return whole
     head, last = parts[first], first
-    for part in parts[first + 1 :]:
-        if not re.match(rf"\s*,?\s*(?:{AND_OR})\s+\S", part) and not re.search(r"(?:\s|\()or\s*$", head):
+    for word, part in zip(words[first:], parts[first + 1 :], strict=True):
+        compound = unit_of(word["word"]) and re.match(r"\s*[0-9]", part)  # 10 hours 30 minutes
+        if (
+            not compound
+            and not re.match(rf"\s*,?\s*(?:{AND_OR})\s+\S", part)
+            and not re.search(r"(?:\s|\()or\s*$", head)
+        ):
             break
         head, last = f"{head} , {part}", last + 1
     measured = None

@@ -61,7 +61,7 @@ def is_unit(text: str, *, apart: bool) -> bool:
 
 def _is_name(token: str, *, apart: bool) -> bool:
     if _name_of_unit(token) is None:
-        return apart and (len(token) > 2 or token in IGNORED)
+        return apart and (len(token) > 2 or token in IGNORED or token in POWERS)
     return apart or len(token) > 1 or not token.isalpha()
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_rl.rewards.answer_match import AnswerMatch, UnreadableReference
-from lightning_rl.rewards.measures import MULTIPLES, is_unit
+from lightning_rl.rewards.measures import MULTIPLES, is_unit, unit_of
 from lightning_rl.rewards.text import (
     AND_OR,
     GROUPS,
@@ -78,7 +78,7 @@ AFTER = re.compile(
 )
 FACTOR = re.compile(r"(?P<word>[ap]\.m\.?|[A-Za-z]+|\s+[A-Za-z](?=\s*[-+^=]))(?P<sum>\s*[-+]\s*[0-9])?")
 FACTORIAL = re.compile(r"!(?<=[0-9)]!)(?=\s*[$}/\\])")
-DECORATION = re.compile(r"\\(?:text|math|mbox|quad)\w*|[\s$*~\\){}\[\]]+")
+DECORATION = re.compile(r"\\(?:text|math|mbox|quad)\w*|\^\s*\{?\s*\\circ|[\s$*~\\){}\[\]]+")
 NAME = r"(?: ?[A-Za-z](?:_?[0-9])? ?=)?"
 OR = rf"(?:{AND_OR}|y|o|e|\u0438|lor|vee)"
 UNIT = r"(?:[^\W\d_]+ |%)?,? ?"
@@ -205,9 +205,7 @@ def _stated_value(line: str, numbers: list[re.Match[str]]) -> Fraction | None:
     rest = line[number.end() :]
     part = BEFORE.search(line[begin : number.start()]) or AFTER.match(rest) or _is_factor(FACTOR.match(rest))
     near = numbers[max(index - 1, 0) : index + 2]
-    different = any(
-        one is not number and value_of(one) != value and SEVERAL.fullmatch(_between(line, number, one)) for one in near
-    )
+    different = any(one is not number and value_of(one) != value and _is_list(line, number, one) for one in near)
     equated = NUMBER.fullmatch(left)  # the 4 of "4 = 5", the 15 of "15 = 3 * 5"
     if part and equated and ARITHMETIC.fullmatch(line, begin):
         return value_of(equated)
@@ -219,6 +217,16 @@ def _is_factor(match: re.Match[str] | None) -> bool:
     if match is None or match["word"] in ("st", "nd", "rd", "th"):  # codespell:ignore nd
         return False
     return bool(match["sum"]) or match["word"] in ("B", "K", "M") or not is_unit(match["word"].strip(), apart=True)
+
+
+def _is_list(text: str, one: re.Match[str], other: re.Match[str]) -> bool:
+    """Return True for two values such as ``5 or 6``, ``5 km, 6 km`` and ``5 hours 6 minutes``."""
+    between = _between(text, one, other)
+    unit = between.removesuffix(",")
+    return bool(
+        SEVERAL.fullmatch(between)
+        or (unit.isalpha() and unit_of(unit) and (unit == between or re.match(rf"\W*{unit}", text[other.end() :])))
+    )
 
 
 def _between(text: str, one: re.Match[str], other: re.Match[str]) -> str:

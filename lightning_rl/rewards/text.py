@@ -24,7 +24,7 @@ MARKERS = (
     *("\u7b54\u6848\u662f", "\u7b54\u6848\u4e3a", "\u7b54\u6848\u5e94\u4e3a", "\u6545\u9009", "\u7b54\u3048\u306f"),
     "\ub2f5\uc740",
 )
-AND_OR = "or|and|to|oder|und|bis|ou|\u0438\u043b\u0438|\u6216|\u548c"  # between two values; codespell:ignore oder
+AND_OR = "or|and|to|by|oder|und|bis|ou|\u0438\u043b\u0438|\u6216|\u548c"  # between two values; codespell:ignore oder
 SPAN = 200  # maximum length of the line with an answer
 LETTERS = {"\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\u2010": "-", "\u2011": "-", "\u2012": "-"}
 LETTERS |= {"\u2044": "/", "\u2215": "/", "\uff0f": "/", "\uff0c": ",", "\uff0e": ".", "\uff05": "%", "\uff04": "$"}
@@ -182,7 +182,7 @@ def stated_answer(text: str, markers: Sequence[str] = MARKERS) -> str | None:
     """
     text = join_boxes(text) if r"\boxed{" in markers else text
     place = answer_place(text, _plain_markers(tuple(markers)))
-    return None if place is None else text[place[1] : place[2]].lstrip(" \t\r\n*_").rstrip()
+    return None if place is None else text[place[1] : place[2]].lstrip(" \t\r\n*_:\uff1a").rstrip()
 
 
 def join_boxes(text: str) -> str:
@@ -269,6 +269,8 @@ REWRITINGS = (
         r"(?=@)(?:\$\$[^$]*\$\$|\\\[(?:(?!\\\[|\\\]).)*\\\]|\\\((?:(?!\\\(|\\\)).)*\\\))",
         lambda display: display[0].replace("\n", " "),
     ),
+    _rewriting(r"\boldsymbol|\bm|\underline", r"@\s*\{([^{}]*)\}", r"\1"),
+    _rewriting(r"\big", r"@g?[lrm]?(?![a-z])", ""),  # of a bracket
     _rewriting("<answer>", "@", "\nAnswer: \n"),
     _rewriting("</answer>", "@", "\n\n"),
     _rewriting("\n>", "@ ?", "\n"),  # a quotation
@@ -285,6 +287,7 @@ REWRITINGS = (
     _rewriting("- ", rf"@(?:{'|'.join(rf'(?<={opening}- )' for opening in OPENINGS)}) *{VALUE}", "-"),
     _rewriting(r"\approx|\simeq", r"(?<![\w\\)}\]])([a-z])\s*@\b", r"\1 ="),
     _rewriting("^|**", r"(?<=[0-9])\s*(?:x|\*|\\times|\\cdot)\s*10\s*@", r" \\times 10^"),
+    _rewriting("**", r"(?<![\w)*])@(?=\S)([^*\n]+)(?<=\S)@(?!\*)", r"\1"),  # bold
     _rewriting("**", r"(?<=[\w)])@(?=[-(]?[0-9])|(?<=[0-9)]) @ (?=[-(]?[0-9])", "^"),
     _rewriting("^", r"@(?:\(([-+]?[0-9]+)\)|([-+][0-9]+))", r"^{\1\2}"),
     _rewriting("over|above|under|below", _before_value(rf"{OPENING}@"), _relation),

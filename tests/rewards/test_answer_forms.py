@@ -68,6 +68,12 @@ MATH: dict[str, Rows] = {
         ("#### The total is 5", "5", 1.0),
         ("#### 5 apples in total", "5", 1.0),
         ("#### 5 in total", "5 apples", 1.0),
+        (r"\boxed{\bm{x+1}}", "x+1", 1.0),
+        (r"\boxed{\Bigl(1,2\Bigr)}", "(1,2)", 1.0),
+        ("She earned $9 or $10.", "10", 0.0),
+        ("The answer is 10 hours 30 minutes", "10", 0.0),
+        ("The answer is 10 feet 6 inches", "10", 0.0),
+        ("The answer is 10 hours (9 + 1).", "10", 1.0),
     ],
     "letter-and-value": [
         (r"\boxed{\textbf{(D)}\ 7}", r"\textbf{(D)}\ 7", 1.0),
@@ -301,6 +307,14 @@ MATH: dict[str, Rows] = {
 }
 BOTH: dict[str, Rows] = {  # of NumberMatch and MathMatch
     "display": [
+        ("The answer is:\n\n18", "18", 1.0),
+        ("Die Antwort ist:\n\n18", "18", 1.0),  # codespell:ignore ist
+        ("\u7b54\u6848\u662f\uff1a18", "18", 1.0),
+        ("The probability is **1/3**.", "1/3", 1.0),
+        (r"\boxed{\boldsymbol{18}}", "18", 1.0),
+        (r"\boxed{\underline{18}}", "18", 1.0),
+        (r"\boxed{18\text{ sq units}}", "18", 1.0),
+        (r"\boxed{\text{Area} = 18\text{ cm}^2}", "18", 1.0),
         ("Answer:\n\\[\n42\n\\]", "42", 1.0),
         ("The final answer is\n$$\n\\frac{1}{2}\n$$\n", "1/2", 1.0),
         ("The answer is therefore\n$$\\frac{3}{4}.$$\nThis completes it.", "3/4", 1.0),
@@ -381,9 +395,19 @@ BOTH: dict[str, Rows] = {  # of NumberMatch and MathMatch
         (r"\boxed{1,234}", "1.234", 0.0),
     ],
     "several": [
-        (f"{before}{hedge}{after}", "4", 0.0)
-        for before, after in (("Answer: ", ""), (r"\boxed{", "}"))
-        for hedge in ("4|5", "4 = 5", "4, maybe 5", "4 vs 5", "4 and/or 5", "4~5", "x = 5 = 4", "4 < x < 5")
+        (r"\boxed{60^\circ, 120^\circ}", "60", 0.0),
+        ("The answer is 60\u00b0 or 120\u00b0", "60", 0.0),
+        ("The answer is 10 km, 9 km", "10", 0.0),
+        ("The answer is 10 hours 30 minutes", "10", 0.0),
+        ("The answer is 10 feet 6 inches", "10", 0.0),
+        ("The answer is 10 cm by 20 cm", "10", 0.0),
+        ("The answer is 10 apples, 9 of which are red", "10", 1.0),
+        ("The answer is 18 hours, since 9 + 9 = 18", "18", 1.0),
+        *(
+            (f"{before}{hedge}{after}", "4", 0.0)
+            for before, after in (("Answer: ", ""), (r"\boxed{", "}"))
+            for hedge in ("4|5", "4 = 5", "4, maybe 5", "4 vs 5", "4 and/or 5", "4~5", "x = 5 = 4", "4 < x < 5")
+        ),
     ],
     "bound": [
         (f"{before}{hedge}{after}", "4", 0.0)

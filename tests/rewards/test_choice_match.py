@@ -83,6 +83,8 @@ ANIMALS = ["a dog", "a whale", "a whale shark", "an ant"]
         (r"\boxed{A\}", None),
         (r"\boxed{A} or \boxed{B", None),
         (r"\boxed{none} of (A) and (B)", None),
+        ("D) No\n\nAnswer: B", "B"),
+        ("The answer is therefore B.", "B"),
     ],
 )
 def test_letters(completion: str, chosen: str | None) -> None:

@@ -60,7 +60,7 @@ def test_anything_else_is_refused(completion: Any, message: str) -> None:
         ("####\n4\n5", "4\n5"),
         ("#### 4 and #### 5", "5"),
         ("#### 4 ####", ""),
-        ("The Answer Is: 7.\nBye", ": 7.\nBye"),
+        ("The Answer Is: 7.\nBye", "7.\nBye"),
         ("answer is42", "42"),
         ("#### 4, the answer isn't 5", "4, the answer isn't 5"),
         (r"\boxed{\frac{1}{2}} or so", r"\frac{1}{2}"),
