@@ -76,6 +76,7 @@ def test_only_code_has_to_be_given_again(plain: tuple[RLLightningModule, Path]) 
         RLLightningModule.load_from_checkpoint(path)
 
 
+@pytest.mark.filterwarnings("ignore:.*the environment gave rewards")
 def test_code_that_an_export_does_not_need_is_asked_for_where_it_is_used(tmp_path: Path) -> None:
     evaluation = Evaluation("own", [[2, 3]], rewards=parity_reward)
     code: dict[str, Any] = {"environment": Echo, "tokenizer": tiny_tokenizer(), "evaluation": evaluation}
@@ -279,6 +280,7 @@ def test_the_command_takes_code_again_by_its_name(plain: tuple[RLLightningModule
     assert (tmp_path / "export" / "model.safetensors").is_file()
 
 
+@pytest.mark.filterwarnings("ignore:.*the environment gave rewards")
 def test_the_command_needs_no_environment(tmp_path: Path) -> None:
     options = {"policy": pretrained(tmp_path / "policy"), "rewards": parity_reward}
     _, path = saved(tmp_path, environment=Echo, **options)

@@ -95,6 +95,7 @@ def rollouts_of(module: RLLightningModule) -> list[Rollout]:
     return seen
 
 
+@pytest.mark.filterwarnings("ignore:.*the environment gave rewards")
 @pytest.mark.parametrize("options", [{"tools": [add]}, {"environment": Counter}])
 def test_a_fit_with_tools_goes_through_every_check_of_the_audit(options: dict[str, Any]) -> None:
     (rollout,) = rollouts_of(

@@ -70,7 +70,7 @@ def test_vllm_holds_the_weights_in_the_dtype_in_which_the_run_computes(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"gpu_memory_utilization": None}, r"gpu_memory_utilization in \(0, 1\], got None"),
+        ({"gpu_memory_utilization": None}, r"gpu_memory_utilization to be a number in \(0, 1\], got None"),
         ({"enable_sleep_mode": False}, "no enable_sleep_mode: pass sleeps=False"),
         ({"dtype": "float16"}, "dtype to be a floating dtype of torch, such as torch.bfloat16, got 'float16'"),
         ({"max_model_len": 0}, "max_model_len to be a whole number above 0 or None, got 0"),
