@@ -12,8 +12,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from gpu_engines import PROMPT, SHORT, mismatch_bound
 from gpu_findings import GIB, Findings, SkipError, needs, needs_gpu
-from gpu_models import random_model
+from gpu_models import chat_prompts, pretrained_model, random_model, random_prompts
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim import AdamW
@@ -31,26 +32,39 @@ from lightning_rl import (
     VLLMEngine,
 )
 from lightning_rl.callbacks import RouterReplay
+from lightning_rl.corrections.trace import StepTrace
 
-PROMPT, VOCABULARY = 16, 512
-SHORT: dict[str, Any] = {"enforce_eager": True}  # engines of checks that measure no speed start in seconds
+VOCABULARY = 512
 
 
 class Noted(RLCallback):
-    """Keeps every rollout."""
+    """Keeps every rollout, and the mismatch of engine and trainer in its first optimizer step."""
 
     name = "noted"
 
     def __init__(self) -> None:
         super().__init__()
-        self.rollouts = list[Rollout]()
+        self.rollouts, self.mismatches = list[Rollout](), list[float]()
 
     def observe(self, rollout: Rollout) -> None:
         """Keep a rollout."""
         self.rollouts.append(rollout)
 
+    def traces_step(self, rollout_number: int, step: int) -> bool:
+        """Return True for the first step on a rollout."""
+        del rollout_number
+        return step == 0
+
+    def observe_step(self, trace: StepTrace) -> None:
+        """Keep the mean absolute difference of log-probabilities, in nats."""
+        views = [microbatch.view for microbatch in trace.microbatches]
+        gaps = [(view.logprobs - view.require("rollout_logprobs")).abs()[view.valid_tokens] for view in views]
+        self.mismatches.append(float(torch.cat(gaps).mean()))
+
 
 def _policy(findings: Findings, kind: str = "") -> PreTrainedModel:
+    if kind == "pretrained" and findings.model is not None:
+        return pretrained_model(findings.model, "cpu", torch.float32)
     if kind == "mixture":
         size: dict[str, Any] = {
             "hidden_size": 64,
@@ -90,8 +104,8 @@ def _run(
         optimizer=partial(AdamW, lr=1e-6, fused=True),
         **dict[str, Any](minibatches_per_rollout=1) | options,
     )
-    draw = torch.Generator().manual_seed(0)
-    prompts = torch.randint(2, VOCABULARY, (3 * rows // 8, PROMPT), generator=draw).tolist()
+    number, chat = 3 * rows // 8, kind == "pretrained" and findings.model
+    prompts = chat_prompts(number, chat) if chat else random_prompts(number, PROMPT, VOCABULARY)
     data = PromptDataModule(prompts, rows // 8, validation=prompts[:2], shuffle=False)
     return module, data
 
@@ -133,7 +147,9 @@ def stages(findings: Findings) -> None:
 
     rows, longest = (8, 16) if findings.tiny else (256, 256)
     noted = Noted()
-    module, data = _run(findings, VLLMEngine(), rows=rows, longest=longest)
+    engine = VLLMEngine(**(SHORT if findings.tiny else {}))
+    options: dict[str, Any] = {"kind": "pretrained", "rows": rows, "longest": longest}
+    module, data = _run(findings, engine, **options)
     torch.set_float32_matmul_precision("high")
     before = _state()
     if not findings.tiny:
@@ -157,20 +173,19 @@ def stages(findings: Findings) -> None:
     findings.at_least("rollouts", len(noted.rollouts), 2)
     tokens = sum(int(rollout.valid_tokens.sum()) for rollout in noted.rollouts)
     findings.figure("tokens a second of the whole fit", tokens / took)
-    _compare(findings, noted.rollouts)
+    findings.headline(f"{tokens / took:,.0f} tokens/s of the whole fit")
+    _compare(findings, module, noted, "bf16-mixed")
     if not findings.tiny:
         findings.figure("GiB at most, of PyTorch", torch.cuda.max_memory_allocated() / GIB)
         findings.figure("GiB free of the device at the end", torch.cuda.mem_get_info()[0] / GIB)
 
 
-def _compare(findings: Findings, rollouts: Sequence[Rollout], name: str = "") -> None:
-    gaps = [
-        (rollout.require("old_logprobs") - rollout.require("rollout_logprobs"))[rollout.valid_tokens].abs().mean()
-        for rollout in rollouts
-        if rollout.old_logprobs is not None
-    ]
-    if gaps:
-        findings.at_most(f"{name}difference of engine and trainer, mean of nats", float(max(gaps)), 0.05)
+def _compare(findings: Findings, module: RLLightningModule, noted: Noted, precision: str, name: str = "") -> None:
+    policy = module.required_policy.to(torch.device(findings.device))
+    bound = mismatch_bound(findings, policy.model, noted.rollouts[-1], autocast=precision == "bf16-mixed")
+    mismatch = max(noted.mismatches)
+    findings.at_most(f"{name}difference of engine and trainer, mean of nats", mismatch, bound)
+    findings.headline(f"{name}mismatch {mismatch:.2g} nats")
 
 
 def requests(findings: Findings) -> None:
@@ -193,6 +208,9 @@ def requests(findings: Findings) -> None:
             _trainer(findings, folder, 1, callbacks=callbacks, strategy=strategy).fit(module, data)
             module.close_engine()
             findings.at_least(f"{name}: rollouts", len(noted.rollouts), 1)
+            if not findings.tiny:
+                findings.figure(f"{name}: GiB free of the device afterwards", torch.cuda.mem_get_info()[0] / GIB)
+            findings.headline(name)
 
 
 def embedded(findings: Findings) -> None:
@@ -216,7 +234,7 @@ def embedded(findings: Findings) -> None:
                 seconds = [float(row["time/generate"]) for row in csv.DictReader(lines) if row.get("time/generate")]
             rates[name] = int(noted.rollouts[-1].valid_tokens.sum()) / seconds[-1]
             findings.figure(f"{name}: tokens a second", rates[name])
-            _compare(findings, noted.rollouts, f"{name}: ")
+            _compare(findings, module, noted, precision, f"{name}: ")
     floor = 0.0 if findings.tiny else 0.8
     findings.at_least("bf16-mixed, of bf16-true", rates.get("bf16-mixed", 0.0) / rates.get("bf16-true", 1.0), floor)
 

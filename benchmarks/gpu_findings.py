@@ -18,35 +18,39 @@ GIB = 2**30
 
 
 class Check(NamedTuple):
-    """A check: the file and function that make it, and seconds after which it is ended."""
+    """A check: the file and function that make it, seconds after which it is ended, and variables of its process."""
 
-    number: int
+    number: str
     title: str
     script: str
     function: str
     seconds: float
+    environment: tuple[tuple[str, str], ...] = ()
 
 
+SEGMENTS = (("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),)
 CHECKS = (
-    Check(1, "ceilings: matrix products and copies", "gpu_kernels", "ceilings", 30),
-    Check(2, "branches: versions and kernels that are here", "gpu_kernels", "branches", 90),
-    Check(3, "numbers of the CPU from every loss, estimator and correction", "gpu_kernels", "same_numbers", 90),
-    Check(4, "vocabulary head against float64", "gpu_kernels", "head", 40),
-    Check(5, "packed attention against plain attention", "gpu_kernels", "packed_attention", 60),
-    Check(6, "vLLM against the trainer, tokens a second", "gpu_engines", "generation", 300),
-    Check(7, "sleep and wake", "gpu_engines", "sleep", 400),
-    Check(8, "canary", "gpu_engines", "canary", 300),
-    Check(9, "fits with and without staleness", "gpu_fits", "fits", 300),
-    Check(10, "update: MFU and memory", "gpu_updates", "updates", 150),
-    Check(11, "FSDP2 on one rank: a resume, bit for bit", "gpu_fits", "resume", 60),
-    Check(12, "two ranks on one device", "gpu_fits", "two_ranks", 60),
-    Check(13, "server and pushes of weights", "gpu_engines", "server", 300),
-    Check(14, "TRL with the same vLLM", "gpu_trl", "against_trl", 500),
-    Check(15, "profile of an optimizer step", "gpu_updates", "profile", 40),
-    Check(16, "validate, fit and test with VLLMEngine() under bf16-mixed", "gpu_defaults", "stages", 300),
-    Check(17, "filters, adapters, experts and one rank of a launcher", "gpu_defaults", "requests", 600),
-    Check(18, "the embedded engine under bf16-mixed", "gpu_defaults", "embedded", 240),
-    Check(19, "16-mixed", "gpu_defaults", "half", 40),
+    Check("1", "ceilings: matrix products and copies", "gpu_kernels", "ceilings", 30),
+    Check("2", "branches: versions and kernels that are here", "gpu_kernels", "branches", 90),
+    Check("3", "numbers of the CPU from every loss, estimator and correction", "gpu_kernels", "same_numbers", 90),
+    Check("4", "vocabulary head against float64", "gpu_kernels", "head", 40),
+    Check("5", "packed attention against plain attention", "gpu_kernels", "packed_attention", 60),
+    Check("6", "vLLM against the trainer, tokens a second", "gpu_engines", "generation", 300),
+    Check("7", "sleep and wake", "gpu_engines", "sleep", 200),
+    Check("7b", "sleep and wake with expandable segments", "gpu_engines", "sleep", 200, SEGMENTS),
+    Check("8", "canary", "gpu_engines", "canary", 300),
+    Check("9", "fits with and without staleness", "gpu_fits", "fits", 300),
+    Check("10", "update: MFU, memory and profile", "gpu_updates", "updates", 200),
+    Check("10b", "update of 7B parameters", "gpu_updates", "large_update", 100),
+    Check("11", "FSDP2 on one rank: a resume, bit for bit", "gpu_fits", "resume", 60),
+    Check("12", "two ranks on one device", "gpu_fits", "two_ranks", 60),
+    Check("13", "server and pushes of weights", "gpu_engines", "server", 300),
+    Check("14", "TRL with the same vLLM", "gpu_trl", "against_trl", 500),
+    Check("15", "trace of an optimizer step", "gpu_updates", "trace", 60),
+    Check("16", "validate, fit and test with VLLMEngine() under bf16-mixed", "gpu_defaults", "stages", 300),
+    Check("17", "filters, adapters, experts and one rank of a launcher", "gpu_defaults", "requests", 600),
+    Check("18", "the embedded engine under bf16-mixed", "gpu_defaults", "embedded", 240),
+    Check("19", "16-mixed", "gpu_defaults", "half", 40),
 )
 
 
@@ -60,10 +64,12 @@ class Findings:
     Args:
         path: of the file, a line for each finding.
         tiny: on the CPU with tiny models.
+        seconds: until the check is ended.
+        model: folder of a pretrained model, for the checks that take one.
     """
 
-    def __init__(self, path: Path, *, tiny: bool) -> None:
-        self.path, self.tiny = path, tiny
+    def __init__(self, path: Path, *, tiny: bool, seconds: float = 600.0, model: str | None = None) -> None:
+        self.path, self.tiny, self.seconds, self.model = path, tiny, seconds, model
 
     @property
     def device(self) -> str:
@@ -74,6 +80,10 @@ class Findings:
         """Record a figure without a bound."""
         text = f"{value:.4g}" if isinstance(value, float) else value
         self._write({"kind": "figure", "what": what, "value": text})
+
+    def headline(self, text: str) -> None:
+        """Record a result for the summary; a check may have several."""
+        self._write({"kind": "headline", "text": text})
 
     def at_most(self, what: str, value: float, bound: float) -> None:
         """Record a figure with an upper bound."""
@@ -133,10 +143,10 @@ def needs_gpu(findings: Findings, gibibytes: float = 0.0) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Make one check: the function of a script, a file for what it finds, and whether it is a tiny one."""
-    script, function, path, tiny = arguments
+    """Make one check: the function of a script, a file for the findings, and options of `Findings` as JSON."""
+    script, function, path, options = arguments
     warnings.simplefilter("ignore")
-    findings = Findings(Path(path), tiny=tiny == "True")
+    findings = Findings(Path(path), **json.loads(options))
     try:
         if not findings.tiny:
             _needs_cuda()

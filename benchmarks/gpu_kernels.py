@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
-from gpu_findings import Findings, SkipError, needs_gpu
+from gpu_findings import Findings, SkipError, needs, needs_gpu
 from gpu_models import SHAPES, dense_peak
 from measure import ROOT
 from torch import Tensor
@@ -79,6 +79,12 @@ def branches(findings: Findings) -> None:
     if not findings.tiny:
         fast = sum(obstacle is None for name, obstacle in obstacles.items() if name != "sdpa")
         findings.at_least("attention kernels for packed sequences", fast, 1)
+    with findings.part("Triton"):
+        needs_gpu(findings)
+        needs("triton")
+        from gpu_triton import kernel_error
+
+        findings.at_most("error of a Triton kernel", kernel_error(findings.device), 0)
     if find_spec("vllm") is None:
         raise SkipError("vllm is not installed, whose version this checks")
     with findings.part("vLLM's version and import"):

@@ -1,10 +1,11 @@
-"""Models of `gpu_smoke.py` from random weights, and what their passes cost on paper."""
+"""Models and prompts of `gpu_smoke.py`, and what their passes cost on paper."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from addition import sums
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from lightning_rl import Rollout
 
@@ -62,6 +63,25 @@ def random_model(
             return Qwen2ForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
+
+
+def pretrained_model(folder: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model of a folder on its device."""
+    auto: Any = AutoModelForCausalLM
+    return auto.from_pretrained(folder, dtype=dtype).to(device)
+
+
+def random_prompts(number: int, length: int, vocabulary: int) -> list[list[int]]:
+    """Return token ids of prompts."""
+    draw = torch.Generator().manual_seed(1)
+    return torch.randint(2, vocabulary, (number, length), generator=draw).tolist()
+
+
+def chat_prompts(number: int, folder: str) -> list[list[int]]:
+    """Return token ids of sums as chat prompts, for the tokenizer of a folder."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    options = {"add_generation_prompt": True, "return_dict": False}
+    return [tokenizer.apply_chat_template(row["prompt"], **options) for row in sums(number, seed=0)]
 
 
 def rows_of(lengths: Sequence[int], vocabulary: int, prompt: int) -> Rollout:

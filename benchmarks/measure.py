@@ -148,10 +148,14 @@ class Report:
         self.bounds[what] = {"value": value, "at_least": at_least, "holds": value >= at_least}
 
     def finish(self) -> None:
-        """Print the bounds, writes the file, and ends the process with status 1 if a bound does not hold."""
+        """Print the bounds, write the file, and end the process with status 1 if a bound does not hold."""
         print()
         for what, bound in self.bounds.items():
-            print(f"{verdict(bound)}  {what}: {bound['value']:.4g} ({limit(bound)})")
+            print(describe(what, bound))
+        self.write()
+
+    def write(self) -> None:
+        """Write the file, and end the process with status 1 if a bound does not hold."""
         path = RESULTS / f"{self.name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"machine": self._machine, "tables": self.tables, "bounds": self.bounds}
@@ -169,3 +173,8 @@ def verdict(bound: Mapping[str, Any]) -> str:
 def limit(bound: Mapping[str, Any]) -> str:
     """Of a bound, in words."""
     return f"at most {bound['at_most']:g}" if "at_most" in bound else f"at least {bound['at_least']:g}"
+
+
+def describe(what: str, bound: Mapping[str, Any]) -> str:
+    """Return a line with the verdict, the value and the limit of a bound."""
+    return f"{verdict(bound)}  {what}: {bound['value']:.4g} ({limit(bound)})"

@@ -48,7 +48,7 @@ OPTIONS = {  # of EngineArgs, those that a run could set
     "max_num_seqs", "max_logprobs", "logprobs_mode", "disable_log_stats", "hf_overrides", "quantization",
     "enforce_eager", "enable_lora", "max_loras", "max_lora_rank", "enable_chunked_prefill", "generation_config",
     "enable_sleep_mode", "enable_cumem_allocator", "enable_return_routed_experts", "return_sampling_mask",
-    "compilation_config", "worker_extension_cls", "async_scheduling", "attention_backend",
+    "compilation_config", "kernel_config", "worker_extension_cls", "async_scheduling", "attention_backend",
 }  # fmt: skip
 SLEEP_TAGS = {"weights", "kv_cache"}
 COLDEST, GREEDY = 1e-2, 1e-5  # _MAX_TEMP and _SAMPLING_EPS

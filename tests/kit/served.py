@@ -58,23 +58,26 @@ class Served:
             self.process = subprocess.Popen(command, env={**os.environ, KEY: SECRET}, stdout=log, stderr=log)
         return self.process
 
-    def wait(self) -> None:
+    def wait(self, patience: float = PATIENCE) -> None:
         """Returns once it answers.
 
         Raises:
             RuntimeError: if it has ended; with the end of its log.
-            TimeoutError: if it does not come.
+            TimeoutError: after ``patience`` seconds; with the end of its log.
         """
         request = urllib.request.Request(f"{self.url}/health", headers={"Authorization": f"Bearer {SECRET}"})
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + patience
         while time.monotonic() < end:
             if self.process.poll() is not None:
-                raise RuntimeError(f"the server ended: {(self.folder / 'log').read_text()[-3000:]}")
+                raise RuntimeError(f"the server ended: {self._log()}")
             with suppress(urllib.error.URLError, ConnectionError, TimeoutError):
                 urllib.request.urlopen(request, timeout=5).close()
                 return
             time.sleep(0.2)
-        raise TimeoutError(f"expected an answer of {self.url} within {PATIENCE:g} s")
+        raise TimeoutError(f"expected an answer of {self.url} within {patience:g} s: {self._log()}")
+
+    def _log(self) -> str:
+        return (self.folder / "log").read_text()[-3000:]
 
     def family(self) -> list[psutil.Process]:
         """The process of the command and everything that it has started."""
