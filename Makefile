@@ -69,10 +69,10 @@ install: $(INSTALLED) ## Install the library and its tools into .venv
 demo: $(DEMO) ## Train a tiny model on a laptop
 	$(BIN)/python recipes/quickstart.py
 
-model: $(MODEL) ## Download SmolLM2-135M-Instruct and convert it into models/
+model: $(MODEL) ## Download SmolLM2-135M-Instruct and convert it into models/; SOURCE=... is a folder with its file
 
 $(MODEL): | $(DEMO)
-	$(BIN)/python recipes/smollm2.py --folder $@
+	$(BIN)/python recipes/smollm2.py --folder $@ $(if $(SOURCE),--source $(SOURCE))
 
 test: check-static ## Static checks and the tests for each commit
 	$(BIN)/pytest $(PARALLEL) $(WATCHED) -m "not nightly"
