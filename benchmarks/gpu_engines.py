@@ -103,8 +103,8 @@ def _compare(findings: Findings, model: PreTrainedModel, requests: list[Request]
 def mismatch_bound(findings: Findings, model: PreTrainedModel, rollout: Rollout, *, autocast: bool = False) -> float:
     """Return the largest accepted mean difference of engine and trainer, in nats.
 
-    It is twice the rounding of the trainer itself, because the engine rounds as much in another order. Afterwards the
-    model is in float32.
+    It is the rounding of the trainer plus that of a bfloat16 engine, both against float32 with the weights that the
+    engine has. Afterwards the model is in float32.
 
     Args:
         findings: of the check.
@@ -113,10 +113,14 @@ def mismatch_bound(findings: Findings, model: PreTrainedModel, rollout: Rollout,
         autocast: True for a trainer under bf16-mixed.
     """
     with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
-        rounded = trainer_logprobs(model, rollout)
-    rounding = float((rounded - trainer_logprobs(model.float(), rollout)).abs().mean())
-    findings.figure("difference of the trainer in its precision and in float32, mean of nats", rounding)
-    return max(MISMATCH, 2 * rounding)
+        trainer = trainer_logprobs(model, rollout)
+    for weight in model.parameters():
+        weight.data = weight.data.bfloat16()
+    engine = trainer_logprobs(model, rollout)
+    exact = trainer_logprobs(model.float(), rollout)
+    roundings = [float((rounded - exact).abs().mean()) for rounded in (trainer, engine)]
+    findings.figure("rounding of the trainer and of bfloat16, mean of nats", [f"{each:.2g}" for each in roundings])
+    return max(MISMATCH, sum(roundings))
 
 
 def trainer_logprobs(model: PreTrainedModel, rollout: Rollout) -> Tensor:
