@@ -50,7 +50,7 @@ from lightning_rl.audit.resumed import Fingerprint, compare_with_checkpoint, for
 from lightning_rl.audit.reward_repeats import RewardWatch
 from lightning_rl.audit.sampling_statistics import KEPT_ROLLOUTS, Earlier, earlier_of, score_draws
 from lightning_rl.audit.saved import save
-from lightning_rl.audit.schedule import in_turn
+from lightning_rl.audit.schedule import in_turn, part_of
 from lightning_rl.audit.step_evidence import StepEvidence
 from lightning_rl.audit.subsample import some_groups, some_rows
 from lightning_rl.audit.turn_boundaries import unsampled_tokens
@@ -335,7 +335,12 @@ class _RunWatch:
 
     def checks_in_turn(self, *, of_step: bool) -> list[Check]:
         """Return the checks of this audit; all of them if they were selected by name."""
-        return in_turn(self._checks, self.turn if self._rotates else 1, of_step=of_step)
+        return in_turn(self._checks, self._place, of_step=of_step)
+
+    @property
+    def _place(self) -> int:
+        """Place of this audit in the schedule, counted from 1; 1 if the checks were selected by name."""
+        return self.turn if self._rotates else 1
 
     def _looks_at(self, name: str) -> bool:
         return any(check.name == name for check in self.checks_in_turn(of_step=False))
@@ -365,11 +370,14 @@ class _RunWatch:
         groups = some_groups(rollout, self.turn)
         rows = some_rows(groups, self.turn)
         self.turn += 1
-        critic, weights = module.required_policy.value_head is not None, reference_weights(module)
+        critic = module.required_policy.value_head is not None
         facts, samples = RunFacts.of(module), samples_of_calls(self.batches, self.calls)
         talks = talks_of(module, self.batches, self.rounds)
-        draws = score_draws(module, self.batches, self._number, facts.tolerance, earlier=self._earlier)
+        draws = score_draws(
+            module, self.batches, self._number, facts.tolerance, earlier=self._earlier, part=part_of(self._place)
+        )
         outputs = policy_outputs(module, rows)
+        weights, reference_scores = self._look_at_reference() if self._looks_at("reference_stays") else ((), ())
         self._evidence = Evidence(
             algorithm=repeatable(module.algorithm, self._corrections),
             facts=facts,
@@ -378,8 +386,12 @@ class _RunWatch:
             rows=rows,
             number=self._number,
             outputs=outputs,
-            double_temperature=policy_outputs(module, rows, heat=2.0) if critic else None,
-            value_moves=value_moves(module, rows, outputs) if critic else None,
+            double_temperature=(
+                policy_outputs(module, rows, heat=2.0)
+                if critic and self._looks_at("values_ignore_temperature")
+                else None
+            ),
+            value_moves=value_moves(module, rows, outputs) if critic and self._looks_at("value_positions") else None,
             batches=self.batches,
             calls=self.calls,
             rounds=[part for part, _ in self.rounds],
@@ -394,18 +406,18 @@ class _RunWatch:
             numbers=module.parallel.collectives.objects(
                 {callback.name: numbers_of(callback) for callback in self._corrections if callback.affects}
             ),
-            plain=plain_forwards(module, rows),
+            plain=plain_forwards(module, rows) if self._looks_at("logprob_alignment") else (),
             token_gradients=token_gradients(module, rows) if self._looks_at("token_gradients") else (),
             written=unsampled_tokens(module, talks, self._number),
             words_logprob=words_logprob(module, rollout) if module.environments else None,
             judged_otherwise=judged_otherwise(talks),
-            reference_weights=(weights if self._reference is None else self._reference, weights),
-            reference_scores=self._score_fixed_tokens(),
+            reference_weights=weights,
+            reference_scores=reference_scores,
             reference_mover=self.fields.state.reference_mover,
             replies=[*self._rewards.ask(self.calls, samples), *self.evaluations.ask()],
             replays=self._replays.ask(talks, self._number),
         )
-        self._reference, self._own_figures = weights, {}
+        self._own_figures = {}
         self._talk_figures = (
             {} if module.algorithm.advantages.needs_greedy else talk_figures(talks, module.environments)
         )
@@ -413,16 +425,20 @@ class _RunWatch:
         self._earlier = [*self._earlier, latest][-KEPT_ROLLOUTS:]
         return self._evidence
 
-    def _score_fixed_tokens(self) -> tuple[Tensor, ...]:
-        """Return log-probabilities of fixed tokens at the first audit and now under the reference. A collective."""
-        module, reference = self.module, self.module.models.reference
+    def _look_at_reference(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+        """Return a few weights of the reference at its latest check and now, and its scores of fixed tokens.
+
+        The first scores are those at the first audit. A collective.
+        """
+        module, reference, weights = self.module, self.module.models.reference, reference_weights(self.module)
+        before, self._reference = weights if self._reference is None else self._reference, weights
         if reference is None:
-            return ()
+            return (before, weights), ()
         now = fixed_scores(module, reference)
         if self._fixed_scores is None:
             copied = module.models.sources["reference"] is None and not module.models.stepped
             self._fixed_scores = fixed_scores(module, module.required_policy) if copied else now
-        return self._fixed_scores, now
+        return (before, weights), (self._fixed_scores, now)
 
     def _traces_step(self) -> bool:
         """Return True to request the trace of an optimizer step; a gradient scaler rules it out."""

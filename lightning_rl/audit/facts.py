@@ -6,6 +6,7 @@ from typing import cast
 
 import torch
 
+from lightning_rl.audit.forwards import forwards_plainly
 from lightning_rl.audit.overrides import overrides
 from lightning_rl.data import PromptDataModule
 from lightning_rl.module import RLLightningModule
@@ -36,6 +37,7 @@ class RunFacts:
         seed: Seed of the run; None if unknown.
         environments: Names of the environments; empty for single-turn runs.
         evaluations: Name, number of samples and values of k of each evaluation.
+        plain_forward: True if the policy's forward is that of its model, and this rank holds all weights.
         data: Subclass of the data module that changes its prompts, and ``", or "``; empty if none does.
     """
 
@@ -56,6 +58,7 @@ class RunFacts:
     seed: int | None = None
     environments: tuple[str, ...] = ()
     evaluations: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
+    plain_forward: bool = True
     data: str = ""
 
     @staticmethod
@@ -86,5 +89,6 @@ class RunFacts:
             evaluations=tuple(
                 (one.name, one.samples, cast(tuple[int, ...], one.pass_at)) for one in module.evaluator.evaluations
             ),
+            plain_forward=forwards_plainly(module),
             data=f"data module {type(data).__name__}, or " if changed else "",
         )

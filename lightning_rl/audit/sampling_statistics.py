@@ -6,7 +6,9 @@ They are chosen by id only, before any filter, since a choice by length or rewar
 import math
 from bisect import bisect, insort
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain, takewhile
+from operator import eq
 from typing import NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_rl.audit.forwards import forwards_plainly
 from lightning_rl.audit.subsample import order_of
-from lightning_rl.audit.token_bets import WAGERS, bet, bet_on_kinds, kinds_of
+from lightning_rl.audit.token_bets import WAGERS, bet, bet_on_kinds, kinds_of, owners_of, places_of
 from lightning_rl.generation import Completion, Request
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy.sampling_mask import from_bits
@@ -23,6 +25,7 @@ from lightning_rl.rollout import SAMPLING_MASK, FinishReason
 Pair = tuple[Request, Completion]
 MIN_DRAWS, MAX_DRAWS, MAX_TOKENS = 4, 48, 48  # number of draws; scored tokens per draw
 BUDGET, ALL_BUDGET = 384, 2048  # maximum number of sampled tokens and of all tokens
+MAX_PROBABILITIES = 2**20  # of all tokens that are handled together
 KEPT_ROLLOUTS, KEPT_ROWS = 8, 512
 GREEDY_SHARE = 1 / 8  # of the samples of an engine that draws some of them greedily
 SHARES = (0.5, 0.1, 0.01, 0.001)  # of samples that are copies
@@ -42,7 +45,7 @@ class Draw(NamedTuple):
         tokens: The tokens.
         quantiles: Begin and end of the interval of each token in the cumulative distribution, in the order of the
             vocabulary and from the likeliest token on, [2, 2, N].
-        same_noise: Result of :func:`_noise_ratios`.
+        same_noise: Log-likelihood ratios of the kinds of noise of :func:`_noise_ratios`.
         kinds: Result of :func:`~lightning_rl.audit.token_bets.kinds_of`.
     """
 
@@ -62,7 +65,7 @@ class Earlier(NamedTuple):
     Attributes:
         number: Number of the rollout.
         samples: Ids of its samples.
-        responses: Sampled tokens of these samples.
+        responses: Sampled tokens of these samples, in any order.
         odds: Result of :func:`odds_of`.
         likelier: Result of :func:`likelihood_ratios` of its draws.
         repeated: Result of :func:`repeat_ratios`.
@@ -137,7 +140,7 @@ def repeats_of(batches: Sequence[Sequence[Pair]], earlier: Sequence[Earlier]) ->
         tokens, scores = response_of(turns), [each.logprobs for _, each in turns if each.logprobs is not None]
         own = drawn[turns[0][0].prefix_ids]
         if len(scores) == len(turns):
-            surprises = [0.0, *(-torch.cat(scores).double().cumsum(0)).tolist()]
+            surprises = list(accumulate((-score for part in scores for score in part.tolist()), initial=0.0))
             repeats.append(Repeat(sample, (_alike(tokens, own, surprises), _alike(tokens, before, surprises))))
         else:
             repeats.append(Repeat(sample, known=False))
@@ -149,8 +152,7 @@ def _alike(tokens: tuple[int, ...], others: Sequence[tuple[int, ...]], surprises
     """Return the log-likelihood ratio of a copy of the most similar of some sorted responses."""
     place, ratio = bisect(others, tokens), -math.inf
     for other in others[max(place - 1, 0) : place + 1]:
-        shared = next((at for at, pair in enumerate(zip(tokens, other, strict=False)) if pair[0] != pair[1]), None)
-        shared = min(len(tokens), len(other)) if shared is None else shared
+        shared = len(list(takewhile(bool, map(eq, tokens, other))))
         parts = 1 if shared == len(other) else len(other)
         ratio = max(ratio, surprises[shared] - math.log(2 * len(others) * parts) if shared else -math.inf)
     return ratio
@@ -176,7 +178,7 @@ def earlier_of(
     return Earlier(
         number,
         list(samples),
-        [response_of(turns) for turns in samples.values()],
+        sorted(map(response_of, samples.values())),  # sorted parts are fast to sort together
         torch.zeros(len(WAGERS), dtype=torch.float64) if odds is None else odds,
         likelihood_ratios(draws),
         repeat_ratios(repeats),
@@ -218,32 +220,37 @@ def score_draws(
     tolerance: float,
     *,
     earlier: Sequence[Earlier] = (),
+    part: int = 1,
 ) -> list[Draw]:
-    """Return a few fresh samples scored by the policy's own forward; empty if weights are sharded."""
+    """Return a few fresh samples, 1/``part`` of the budget, scored by the policy's own forward.
+
+    Empty if weights are sharded.
+    """
     placed = [one for one in _places_of(batches) if _is_fresh(one[2], number, module.run.sampling.filters)]
     placed.sort(key=lambda one: one[2][0].seed)  # random, independent of the completions
     again = sorted(range(len(placed)), key=lambda row: order_of(placed[row][1], placed[row][0]))  # as in other rollouts
     mixed = dict.fromkeys(row for pair in enumerate(again) for row in pair)
     placed = [placed[row] for row in mixed]
-    placed = placed[: affordable_draws([pair for _, _, pair in placed])]
+    placed = placed[: affordable_draws([pair for _, _, pair in placed], part)]
     few = [pair for _, _, pair in placed]
     before = {draw.place: draw for one in earlier[-1:] for draw in one.draws}
     if not few or not forwards_plainly(module):
         return []
-    model, ends = module.required_policy.model, sorted(module.run.sampling.eos_token_ids or ())
+    ends, draws = sorted(module.run.sampling.eos_token_ids or ()), list[Draw]()
     with module.trainer.precision_plugin.forward_context():
-        rows = zip(placed, _scores(model, few), strict=True)
-        return [
-            _draw(*pair, scores, ends, tolerance, (batch, place), before.get((batch, place)))
-            for (batch, place, pair), scores in rows
-        ]
+        logits = _logits(module.required_policy.model, few)
+    for rows in _parts_of(few, logits.shape[-1]):
+        scores = _scores(logits[rows], few[rows])
+        places = [(batch, place) for batch, place, _ in placed[rows]]
+        draws += _draws(few[rows], scores, ends, tolerance, places, [before.get(place) for place in places])
+    return draws
 
 
-def affordable_draws(pairs: Sequence[Pair]) -> int:
-    """Return the number of leading samples within the budget."""
+def affordable_draws(pairs: Sequence[Pair], part: int = 1) -> int:
+    """Return the number of leading samples within 1/``part`` of the budget."""
     sampled = all_tokens = 0
     for number, (request, completion) in enumerate(pairs[:MAX_DRAWS]):
-        if number >= MIN_DRAWS and (sampled >= BUDGET or all_tokens >= ALL_BUDGET):
+        if number >= MIN_DRAWS and (sampled >= BUDGET // part or all_tokens >= ALL_BUDGET // part):
             return number
         sampled += min(len(completion.token_ids), MAX_TOKENS)
         all_tokens += len(request.prefix_ids) + min(len(completion.token_ids), MAX_TOKENS)
@@ -256,68 +263,97 @@ def _is_fresh(pair: Pair, number: int, filters: bool) -> bool:  # noqa: FBT001
     return known and set(completion.versions or (completion.version,)) == {number}
 
 
-def _scores(model: nn.Module, pairs: Sequence[Pair]) -> list[Tensor]:
-    """Return the log-probabilities over the vocabulary at the first tokens of each sample, at its temperature."""
+def _logits(model: nn.Module, pairs: Sequence[Pair]) -> Tensor:
+    """Return the logits after each token of each sample."""
     device = next(model.parameters()).device
     ids = [
         torch.tensor([*request.prefix_ids, *completion.token_ids[:MAX_TOKENS]], device=device)
         for request, completion in pairs
     ]
-    logits = model(input_ids=nn.utils.rnn.pad_sequence(ids, batch_first=True), use_cache=False).logits
-    scores = []
+    return model(input_ids=nn.utils.rnn.pad_sequence(ids, batch_first=True), use_cache=False).logits
+
+
+def _parts_of(pairs: Sequence[Pair], vocabulary: int) -> Iterator[slice]:
+    """Yield parts of samples whose distributions are in memory together."""
+    begin = size = 0
+    for number, (_, completion) in enumerate(pairs):
+        more = min(len(completion.token_ids), MAX_TOKENS) * vocabulary
+        if size and size + more > MAX_PROBABILITIES:
+            yield slice(begin, number)
+            begin, size = number, 0
+        size += more
+    yield slice(begin, len(pairs))
+
+
+def _scores(logits: Tensor, pairs: Sequence[Pair]) -> Tensor:
+    """Return the log-probabilities over the vocabulary at the first tokens of each sample, at its temperature, [N, V].
+
+    Args:
+        logits: Logits after each token, [b, T, V].
+        pairs: Requests and completions.
+    """
+    parts = list[Tensor]()
     for row, (request, completion) in enumerate(pairs):
         begin, length = len(request.prefix_ids), min(len(completion.token_ids), MAX_TOKENS)
-        normal = logits[row, begin - 1 : begin - 1 + length].double() / request.sampling.temperature
+        parts.append(logits[row, begin - 1 : begin - 1 + length].double() / request.sampling.temperature)
         if SAMPLING_MASK in completion.token_extras:
-            bits = completion.token_extras[SAMPLING_MASK][:length].to(device)
-            normal = normal.masked_fill(~from_bits(bits, normal.shape[-1]), -torch.inf)
-        scores.append(normal.log_softmax(-1).cpu())
-    return scores
+            bits = completion.token_extras[SAMPLING_MASK][:length].to(logits.device)
+            parts[-1] = parts[-1].masked_fill(~from_bits(bits, logits.shape[-1]), -torch.inf)
+    return torch.cat(parts).log_softmax(-1).cpu()
 
 
-def _draw(
-    request: Request,
-    completion: Completion,
+def _draws(
+    pairs: Sequence[Pair],
     scores: Tensor,
     ends: Sequence[int],
     tolerance: float,
-    place: tuple[int, int],
-    before: Draw | None,
-) -> Draw:
-    own, tokens = _own(completion, scores), tuple(completion.token_ids[: len(scores)])
-    probabilities = scores.exp()
-    quantiles = quantiles_of(tokens, probabilities)
-    return Draw(
-        request.sample_id,
-        _greedy_ratio(own, scores, tolerance),
-        _unended_ratios(completion, scores, ends, tolerance),
-        place,
-        tokens,
-        quantiles,
-        (0.0,) * NOISE_RATIOS if before is None else _noise_ratios(tokens, scores, quantiles, before, tolerance),
-        kinds_of(request.prefix_ids, tokens, probabilities, ends),
+    places: Sequence[tuple[int, int]],
+    before: Sequence[Draw | None],
+) -> list[Draw]:
+    """Return draws of samples from the distributions of their tokens, [N, V], and the draws at their places before."""
+    samples = [tuple(completion.token_ids[:MAX_TOKENS]) for _, completion in pairs]
+    lengths, probabilities = [len(tokens) for tokens in samples], scores.exp()
+    quantiles = quantiles_of(list(chain(*samples)), probabilities)
+    kinds = kinds_of([request.prefix_ids for request, _ in pairs], samples, probabilities, ends)
+    columns = zip(
+        [request.sample_id for request, _ in pairs],
+        _greedy_ratios(samples, scores, tolerance),
+        _unended_ratios(samples, scores, ends, tolerance),
+        places,
+        samples,
+        quantiles.split(lengths, -1),
+        _noise_ratios(samples, scores, quantiles, before, tolerance),
+        kinds.split(lengths, -1),
+        strict=True,
     )
+    return [Draw(*parts) for parts in columns]
 
 
-def _greedy_ratio(own: Tensor, scores: Tensor, tolerance: float) -> float:
-    """Return the log-likelihood ratio of an engine that draws :data:`GREEDY_SHARE` of the samples greedily.
+def _sums(numbers: Tensor, samples: Sequence[Sequence[int]]) -> Tensor:
+    """Return the sums of numbers of each token, [N, ...], over each sample, [D, ...]."""
+    return numbers.new_zeros(len(samples), *numbers.shape[1:]).index_add_(0, owners_of(samples), numbers)
+
+
+def _greedy_ratios(samples: Sequence[Sequence[int]], scores: Tensor, tolerance: float) -> list[float]:
+    """Return the log-likelihood ratios of an engine that draws :data:`GREEDY_SHARE` of the samples greedily.
 
     Tokens within rounding of the largest logit count as equally likely choices of such an engine.
     """
-    least = scores.amax(-1) - tolerance
-    if (own < least).any():
-        return math.log1p(-GREEDY_SHARE)
-    likeliest = (scores >= least[:, None]).sum(-1).log().sum()
-    surest = -float(own.sum() + likeliest) - tolerance * len(own)
-    return float(torch.logaddexp(*torch.tensor([math.log1p(-GREEDY_SHARE), math.log(GREEDY_SHARE) + surest])))
+    own, least = _own(samples, scores), scores.amax(-1) - tolerance
+    surest = -_sums(own + (scores >= least[:, None]).sum(-1).log() + tolerance, samples)
+    missed, other = _sums((own < least).double(), samples) > 0, torch.tensor(math.log1p(-GREEDY_SHARE)).double()
+    return torch.where(missed, other, torch.logaddexp(other, math.log(GREEDY_SHARE) + surest)).tolist()
 
 
-def _unended_ratios(completion: Completion, scores: Tensor, ends: Sequence[int], tolerance: float) -> tuple[float, ...]:
+def _unended_ratios(
+    samples: Sequence[Sequence[int]], scores: Tensor, ends: Sequence[int], tolerance: float
+) -> list[tuple[float, ...]]:
     """Return the log-likelihood ratios of engines that end no sample before each minimum length."""
     going_on = -torch.log1p(-scores[:, list(ends)].exp().sum(-1) * math.exp(-tolerance))
-    ended = [place for place, token in enumerate(completion.token_ids[: len(scores)]) if token in ends]
-    first = ended[0] if ended else len(scores)
-    return tuple(-math.inf if first < least - 1 else float(going_on[: least - 1].sum()) for least in LEAST_TOKENS)
+    ended = [next((place for place, token in enumerate(tokens) if token in ends), len(tokens)) for tokens in samples]
+    needed = torch.tensor(LEAST_TOKENS) - 1
+    sums = _sums(torch.where(places_of(samples)[:, None] < needed, going_on[:, None], 0.0), samples)
+    return list(map(tuple, sums.masked_fill(torch.tensor(ended)[:, None] < needed, -torch.inf).tolist()))
 
 
 def quantiles_of(tokens: Sequence[int], probabilities: Tensor) -> Tensor:
@@ -331,24 +367,36 @@ def quantiles_of(tokens: Sequence[int], probabilities: Tensor) -> Tensor:
 
 
 def _noise_ratios(
-    tokens: Sequence[int], scores: Tensor, quantiles: Tensor, before: Draw, tolerance: float
-) -> tuple[float, ...]:
-    r"""Return the log-likelihood ratios of engines that draw some tokens with the noise of an earlier draw.
+    samples: Sequence[Sequence[int]],
+    scores: Tensor,
+    quantiles: Tensor,
+    before: Sequence[Draw | None],
+    tolerance: float,
+) -> list[tuple[float, ...]]:
+    r"""Return the log-likelihood ratios of engines that draw some tokens of a sample with the noise of an earlier draw.
 
     Equal noise makes tokens equal, or intervals of the cumulative distribution overlap. A token equals a given one with
     its probability p, so :math:`[\text{equal}] / p` has mean 1 after any other tokens. So has the overlap of two
     intervals over the product of their lengths.
     """
-    number = min(len(tokens), len(before.tokens))
-    ours, theirs = (torch.tensor(part[:number], dtype=torch.int64) for part in (tokens, before.tokens))
-    least = scores[:number].gather(1, theirs[:, None])[:, 0]
-    one, other = quantiles[..., :number], before.quantiles[..., :number]
+    known = [one or Draw(-1) for one in before]
+    shared = [tokens[: len(one.tokens)] for tokens, one in zip(samples, known, strict=True)]
+    numbers = [len(tokens) for tokens in shared]
+    inside = places_of(samples) < torch.tensor(numbers)[owners_of(samples)]
+    ours, theirs = (
+        torch.tensor(list(chain(*parts)), dtype=torch.int64)
+        for parts in (shared, [one.tokens[:number] for one, number in zip(known, numbers, strict=True)])
+    )
+    least = scores[inside].gather(1, theirs[:, None])[:, 0]
+    other = torch.cat([one.quantiles[..., :number].double() for one, number in zip(known, numbers, strict=True)], -1)
+    one = quantiles[..., inside]
     overlap = (torch.minimum(one[:, 1], other[:, 1]) - torch.maximum(one[:, 0], other[:, 0])).clamp(min=0.0)
     lengths = (one[:, 1] - one[:, 0]) * (other[:, 1] - other[:, 0])
     gains = torch.cat([torch.where(ours == theirs, (-least).exp(), 0.0)[None], overlap / lengths.clamp(min=1e-300)])
-    gains = gains * math.exp(-tolerance)
-    return tuple(float((1 - share + share * kind).log().sum()) for kind in gains for share in NOISE_SHARES)
+    shares = torch.tensor(NOISE_SHARES, dtype=torch.float64)
+    logs = (1 - shares + shares * (gains * math.exp(-tolerance))[..., None]).log()
+    return list(map(tuple, _sums(logs.transpose(0, 1).flatten(1), shared).tolist()))
 
 
-def _own(completion: Completion, scores: Tensor) -> Tensor:
-    return scores.gather(1, torch.tensor(completion.token_ids[: len(scores)])[:, None])[:, 0]
+def _own(samples: Sequence[Sequence[int]], scores: Tensor) -> Tensor:
+    return scores.gather(1, torch.tensor(list(chain(*samples)), dtype=torch.int64)[:, None])[:, 0]

@@ -5,23 +5,28 @@ from collections.abc import Sequence
 from lightning_rl.audit.checks import Check
 
 REPEATED = (
-    *("masked_values", "excluded_rows", "padding_width", "group_isolation", "reward_shift", "row_order"),
-    *("contribution_rows", "contribution_groups", "contribution_ranks", "provided_fields"),
-    *("partition", "loss_padding_width", "denominators", "loss_masked_values", "sequence_decisions"),
-    *("gradient_liveness", "loss_direction", "terms_add_up", "contributions_fit", "loss_fits", "metric_populations"),
-    *("reward_conservation", "token_returns", "token_gradients", "silent_environments"),
-    *("advantage_direction", "correction_formula"),
+    (
+        *("masked_values", "excluded_rows", "padding_width", "group_isolation", "reward_shift", "row_order"),
+        *("advantage_direction", "reward_conservation", "token_returns"),
+        *("logprob_alignment", "reference_stays", "silent_environments"),
+    ),
+    (
+        *("partition", "loss_padding_width", "loss_masked_values", "denominators", "sequence_decisions"),
+        *("gradient_liveness", "loss_direction", "terms_add_up", "loss_fits", "correction_formula"),
+    ),
+    (
+        *("contribution_rows", "contribution_groups", "contribution_ranks", "provided_fields", "contributions_fit"),
+        *("metric_populations", "token_gradients", "values_ignore_temperature", "value_positions"),
+    ),
 )
-"""Checks that repeat a stage of the run on changed copies, so the same code in every rollout."""
+"""Checks that repeat a stage of the run, so the same code in every rollout; those of a group share work."""
 
 FORMULAS = (
     *("loss_formula", "loss_needs_advantages", "value_loss_formula", "single_precision", "declared_ratio"),
     *("joint_ratio", "distances_pull_back", "terms_keep_tokens", "term_figures", "knob_liveness"),
-    *("advantage_formula", "advantage_ranks", "parent_promises", "evaluation_figures"),
+    *("advantage_formula", "advantage_ranks", "parent_promises", "evaluation_figures", "counted_padding"),
 )
 """Checks whose results depend on the algorithm alone."""
-
-ROTATION = 3
 
 
 def is_full(number: int) -> bool:
@@ -33,7 +38,7 @@ def takes_turn(check: Check, number: int) -> bool:
     """Return True if a check runs at an audit, counted from 1.
 
     Checks of formulas run at the audits 1, 2, 16, 128, ... Checks that repeat stages run at the audits 1, 2, 4, 8, ...
-    and at every third one in rotation. Checks of what happened in this rollout always run.
+    and at every third one, one group after the other. Checks of what happened in this rollout always run.
 
     Example:
         >>> from lightning_rl.audit.checks import CHECKS
@@ -42,7 +47,13 @@ def takes_turn(check: Check, number: int) -> bool:
     """
     if check.name in FORMULAS:
         return number == 1 or (is_full(number) and number.bit_length() % 3 == 2)
-    return is_full(number) or check.name not in REPEATED or REPEATED.index(check.name) % ROTATION == number % ROTATION
+    resting = [group for place, group in enumerate(REPEATED) if place != number % len(REPEATED)]
+    return is_full(number) or not any(check.name in group for group in resting)
+
+
+def part_of(number: int) -> int:
+    """Return which part of the samples an audit, counted from 1, scores: all at 1, 2, 4, 8, ..., else a third."""
+    return 1 if is_full(number) else len(REPEATED)
 
 
 def in_turn(checks: Sequence[Check], number: int, *, of_step: bool) -> list[Check]:

@@ -21,6 +21,7 @@ PLACES = ((0, 1), (1, 2), (2, 4), (4, 8), (8, 16), (16, 2**31), (0, 2**31))  # i
 KINDS = ("repeat the prompt or response", "repeat the response", "end the response")
 TILTS = (-1.0, -0.3, -0.1, 0.1, 0.3, 1.0, 3.0)  # nats that tokens of a kind lose
 SIDES = ("the first", "the last")
+NEVER = 2**31  # place after every response
 
 
 def _name(order: str, side: str, bound: float, _stake: float, place: tuple[int, int]) -> str:
@@ -56,23 +57,41 @@ def bet(quantiles: Tensor, places: Tensor, tolerance: float) -> Tensor:
     return (logs @ inside.to(logs.dtype)).flatten()
 
 
-def kinds_of(prompt: Sequence[int], tokens: Sequence[int], probabilities: Tensor, ends: Sequence[int]) -> Tensor:
+def owners_of(samples: Sequence[Sequence[int]]) -> Tensor:
+    """Return the number of the sample of each token of samples, [N]."""
+    return torch.arange(len(samples)).repeat_interleave(torch.tensor([len(tokens) for tokens in samples]))
+
+
+def places_of(samples: Sequence[Sequence[int]]) -> Tensor:
+    """Return the place of each token of samples in its sample, [N]."""
+    return torch.tensor([place for tokens in samples for place in range(len(tokens))], dtype=torch.int64)
+
+
+def kinds_of(
+    prompts: Sequence[Sequence[int]], samples: Sequence[Sequence[int]], probabilities: Tensor, ends: Sequence[int]
+) -> Tensor:
     """Return the probability of each of :data:`KINDS` before a token, and 1 where the token is of it, [3, 2, N].
 
     Args:
-        prompt: Tokens before the response.
-        tokens: Tokens of the response.
+        prompts: Tokens before each response.
+        samples: Tokens of each response, N in total.
         probabilities: Distribution of each token, [N, V].
         ends: Tokens that end a response.
     """
-    number, parts = torch.arange(len(tokens))[:, None], list[Tensor]()
-    for known in ([*prompt, *tokens], tokens, ends):
-        begin = dict[int, int]()  # of each token, the place from which on it is of the kind
-        for place, token in enumerate(known, len(tokens) - len(known)):
-            begin.setdefault(token, -1 if known is ends else place)
-        mass = (probabilities[:, list(begin)] * (torch.tensor(list(begin.values())) < number)).sum(-1)
-        drawn = torch.tensor([begin.get(token, place) < place for place, token in enumerate(tokens)])
-        parts.append(torch.stack([mass.clamp(max=1.0), drawn.to(mass.dtype)]))
+    owners, places, parts = owners_of(samples), places_of(samples), list[Tensor]()
+    for kind in range(len(KINDS)):
+        begins, drawn = list[dict[int, int]](), list[bool]()  # of each token, the place from which on it is of the kind
+        for prompt, tokens in zip(prompts, samples, strict=True):
+            begin, known = dict[int, int](), ([*prompt, *tokens], tokens, ends)[kind]
+            for place, token in enumerate(known, len(tokens) - len(known)):
+                begin.setdefault(token, -1 if known is ends else place)
+            begins.append(begin)
+            drawn += [begin.get(token, place) < place for place, token in enumerate(tokens)]
+        most = max(map(len, begins))
+        ids = torch.tensor([[*begin, *[0] * (most - len(begin))] for begin in begins], dtype=torch.int64)
+        since = torch.tensor([[*begin.values(), *[NEVER] * (most - len(begin))] for begin in begins])
+        mass = (probabilities.gather(1, ids[owners]) * (since[owners] < places[:, None])).sum(-1)
+        parts.append(torch.stack([mass.clamp(max=1.0), torch.tensor(drawn, dtype=mass.dtype)]))
     return torch.stack(parts)
 
 

@@ -56,6 +56,7 @@ CALLBACK = (
     "reward_conservation",
     "partition",
     "loss_padding_width",
+    "counted_padding",
     "loss_masked_values",
     "denominators",
     "sequence_decisions",

@@ -46,7 +46,7 @@ def test_a_mask_that_averages_over_padding_is_found_at_any_threshold(statistic: 
             "term", loss_term=lambda view, mask=mask: LossTerm(per_token=view.logprobs * mask(view)[:, None], coef=1.0)
         )
         for callback in (rows, tokens, weight, term):
-            blamed = culprits("loss_padding_width", evidence_of(callback))
+            blamed = culprits("counted_padding", evidence_of(callback))
             assert bool(blamed) is found and all(callback.name in one for one in blamed), (callback.name, mean)
 
 
@@ -61,7 +61,7 @@ def test_a_mask_of_rows_that_averages_over_padding_is_found(threshold: float) ->
             evidence = evidence_of(callback_of("rows", **{method: rejects}))
             logprobs = torch.where(evidence.rows.valid_tokens, -20.0, 0.0)
             rows = evidence.rows.replace(rollout_logprobs=logprobs)
-            blamed = culprits("contribution_rows", _with_rows(evidence, rows))
+            blamed = culprits("counted_padding", _with_rows(evidence, rows))
             assert blamed == ([f"callback rows.{method}"] if found else [])
 
 
@@ -86,4 +86,4 @@ def test_corrections_of_the_library_do_not_count_padding(callback: RLCallback) -
     evidence = evidence_of(callback)
     rows = evidence.rows.replace(rollout_logprobs=evidence.rows.require("old_logprobs") - 0.1)
     evidence = _with_rows(evidence, rows)
-    assert culprits("loss_padding_width", evidence) == [] == culprits("contribution_rows", evidence)
+    assert culprits("counted_padding", evidence) == []

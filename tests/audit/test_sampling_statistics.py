@@ -28,7 +28,7 @@ from lightning_rl.audit.sampling_statistics import (
     Draw,
     Earlier,
     Pair,
-    _greedy_ratio,
+    _greedy_ratios,
     _noise_ratios,
     affordable_draws,
     earlier_of,
@@ -64,6 +64,7 @@ def test_draws_are_scored_up_to_a_budget_and_never_fewer_than_four(tokens: int, 
     rows = [pair(row, [5] * tokens, 1.0) for row in range(100)]
     long = [(replace(request, prefix_ids=(2,) * prompt), completion) for request, completion in rows]
     assert affordable_draws(long) == number
+    assert affordable_draws(long, 3) == max(-(-number // 3), 4) or tokens == 1
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,9 @@ def draws_of(choose: Choice, number: int, seed: int, *, length: int = 6) -> list
         for each, place in zip(scores, places, strict=True):
             tokens.append(choose(each, place, tokens))
         chances = scores.softmax(-1)
-        draws.append(Draw(sample, quantiles=quantiles_of(tokens, chances), kinds=kinds_of((), tokens, chances, [3])))
+        draws.append(
+            Draw(sample, quantiles=quantiles_of(tokens, chances), kinds=kinds_of([()], [tokens], chances, [3]))
+        )
     return draws
 
 
@@ -164,7 +167,7 @@ def test_sound_rollouts_give_no_alarm_and_odds_have_a_mean_of_one() -> None:
         earlier = [earlier_of(number, [], draws, odds=evidence.odds)]
     chances, total = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]], dtype=torch.float64), torch.zeros(len(WAGERS))
     for tokens in itertools.product(range(3), repeat=2):
-        kinds = kinds_of((1,), tokens, chances, [0])
+        kinds = kinds_of([(1,)], [tokens], chances, [0])
         odds = odds_of([Draw(0, quantiles=quantiles_of(tokens, chances), kinds=kinds)], 0.0)
         total = total + chances[0, tokens[0]] * chances[1, tokens[1]] * odds.exp()
     torch.testing.assert_close(total, torch.ones_like(total))
@@ -366,7 +369,7 @@ def leveled_policy() -> nn.Module:
 def test_likeliest_tokens_that_are_equal_are_no_greedy_choice(size: int, noise: float) -> None:
     """For a correct engine the mean likelihood ratio is 1, also with equal logits (Ville 1939)."""
     scores = (noise * torch.linspace(-1, 1, size, dtype=torch.float64)).log_softmax(-1)[None]
-    ratios = [_greedy_ratio(scores[:, token], scores, 1e-4) for token in range(size)]
+    ratios = [_greedy_ratios([[token]], scores, 1e-4)[0] for token in range(size)]
     average = sum(math.exp(ratio + float(scores[0, token])) for token, ratio in enumerate(ratios))
     assert 1 - 1e-4 < average <= 1
 
@@ -407,7 +410,8 @@ def test_tokens_drawn_with_the_noise_of_an_earlier_rollout_are_found(kind: str, 
             quantiles = quantiles_of(one.token_ids, each.exp())
             draw = silent._replace(sample=row, tokens=one.token_ids, quantiles=quantiles)
             if row in before:
-                draw = draw._replace(same_noise=_noise_ratios(one.token_ids, each, quantiles, before[row], 0.0))
+                (same_noise,) = _noise_ratios([one.token_ids], each, quantiles, [before[row]], 0.0)
+                draw = draw._replace(same_noise=same_noise)
             draws.append(draw)
         evidence = replace(evidence_of(), batches=[batch], draws=draws, earlier=earlier)
         findings = CHECKS["repeated_samples"](evidence)

@@ -1,11 +1,13 @@
 """Schedule: no check waits long, and checks of one rollout run at every audit."""
 
+from itertools import chain
+
 from lightning_rl.audit.checks import CHECKS
 from lightning_rl.audit.schedule import FORMULAS, REPEATED, in_turn, takes_turn
 
 
 def test_every_check_looks_at_the_first_audits_and_three_times_in_six() -> None:
-    named = [*REPEATED, *FORMULAS]
+    named = [*chain(*REPEATED), *FORMULAS]
     assert set(named) < CHECKS.keys() and len(set(named)) == len(named)
     assert len(in_turn(list(CHECKS.values()), 1, of_step=False)) == sum(not one.of_step for one in CHECKS.values())
     for check in CHECKS.values():

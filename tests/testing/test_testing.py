@@ -216,7 +216,7 @@ class MeanEntropy(RLCallback):
 def test_a_mean_over_padding_is_found_whatever_its_threshold(threshold: float) -> None:
     with pytest.raises(PropertyError) as raised:
         check_callback(MeanEntropy(threshold))
-    assert raised.value.property in ("padding_blindness", "loss_padding_width")
+    assert raised.value.property in ("padding_blindness", "counted_padding")
     assert "sequence_mask" in str(raised.value) or "callback mean_" in str(raised.value)
 
 

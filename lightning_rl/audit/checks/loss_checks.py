@@ -10,7 +10,7 @@ from lightning_rl.audit.audit_error import NO_ROWS, Skip, differences, gradient_
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.formula_checks import uniform_view
 from lightning_rl.audit.checks.signal_checks import POISON_TEXT, poison
-from lightning_rl.audit.checks.stage_checks import counts_padding
+from lightning_rl.audit.checks.stage_checks import ROW_MASKS, counts_padding, repeats_itself
 from lightning_rl.audit.evidence import Contribution, Evidence, TableStep, callback_of_one_method, pattern_of
 from lightning_rl.corrections import LossView
 from lightning_rl.corrections.recorded import ReplayCorrections
@@ -80,17 +80,11 @@ def partition(evidence: Evidence) -> Iterator[Finding | Skip]:
     cure="count `valid_tokens`, never columns or tokens of the prompt",
 )
 def loss_padding_width(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Additional padding after the responses does not change loss and gradient, nor do longer prompts without it.
-
-    Masks, weights and terms do not count padding in a mean, also near a threshold.
-    """
+    """Additional padding after the responses does not change loss and gradient, nor do longer prompts without it."""
     if not len(evidence.rows):
         yield Skip(NO_ROWS)
     wider = evidence.rows.fit_width(evidence.rows.width + 3)
     findings = list(step_changes(evidence, evidence.table_step(wider)))
-    for contribution in evidence.contributions(*POLICY_LOSS_FACTORS, "loss_term") if not findings else ():
-        if (change := counts_padding(contribution, evidence.view())) is not None:
-            findings += [Finding(culprit=str(contribution), expected=change.expected)]
     yield from findings
 
     def longer(tensor: Tensor, axes: str, _pad: float) -> Tensor:
@@ -100,6 +94,20 @@ def loss_padding_width(evidence: Evidence) -> Iterator[Finding | Skip]:
     bare = replace(evidence, algorithm=evidence.algorithm.replace(corrections=ReplayCorrections()))
     if not findings:
         yield from step_changes(bare, bare.table_step(rows.replace(prompt_lengths=rows.prompt_lengths + 1)))
+
+
+@check(
+    expected="the same with more padding behind responses",
+    observed="something else",
+    cure="average over `valid_tokens`, never over columns",
+)
+def counted_padding(evidence: Evidence) -> Iterator[Finding]:
+    """Masks, weights and terms of corrections do not count padding in a mean, also near a threshold."""
+    view, groups = evidence.view(), evidence.groups.sanitize()
+    for contribution in evidence.contributions(*ROW_MASKS, *POLICY_LOSS_FACTORS, "loss_term"):
+        rows = groups if contribution.method in ROW_MASKS else view
+        if repeats_itself(contribution, rows) and (change := counts_padding(contribution, rows)) is not None:
+            yield Finding(culprit=str(contribution), samples=change.rollout.sample_ids[:2].tolist())
 
 
 @check(

@@ -229,10 +229,6 @@ def contribution_rows(evidence: Evidence) -> Iterator[Finding | Skip]:
                 samples = change.rollout.sample_ids[moved][:4].tolist()
                 yield Finding(culprit=str(contribution), expected=change.expected, samples=samples)
                 break
-        else:
-            if contribution.method in ROW_MASKS and (change := counts_padding(contribution, rollout)) is not None:
-                samples = change.rollout.sample_ids[:2].tolist()
-                yield Finding(culprit=str(contribution), expected=change.expected, samples=samples)
 
 
 def _split_groups(kept: Tensor, rollout: Rollout) -> list[int]:
@@ -279,7 +275,7 @@ def contribution_ranks(evidence: Evidence) -> Iterator[Finding | Skip]:
     if len(split) < 2:
         yield Skip("only one prompt was checked")
         return
-    sharded = evidence.outputs is not None and not evidence.plain
+    sharded = evidence.outputs is not None and not evidence.facts.plain_forward
     for contribution in evidence.contributions(*SHOWN_A_ROLLOUT, *(() if sharded else ("provide",))):
         metrics = contribution.method == METRICS
         if not (metrics or contribution.compares_prompts) or not repeats_itself(contribution, rollout):
@@ -317,7 +313,7 @@ def _rank_dependent_names(
 def provided_fields(evidence: Evidence) -> Iterator[Finding | Skip]:
     """Fields that a correction provides depend on their rows, not on order, padding or other rows."""
     providers = evidence.contributions("provide")
-    if providers and evidence.outputs is not None and not evidence.plain:
+    if providers and evidence.outputs is not None and not evidence.facts.plain_forward:
         yield Skip("models are sharded, so one rank cannot score a few rows")
         return
     for contribution in providers:
