@@ -260,9 +260,10 @@ def _edited_within(step: StepEvidence, limit: float) -> bool:
     pairs = [(one.unclipped, one.gradient) for one in step.parameters.values() if one.unclipped is not one.gradient]
     both = [(one, other) for one, other in pairs if one is not None and other is not None]
     factors = (1.0, min(1.0, limit / max(step.unclipped_norm or 0.0, 1e-30)))
-    return len(both) < len(pairs) or not any(
-        all(torch.allclose(one * factor, other, rtol=1e-3, atol=0.0) for one, other in both) for factor in factors
-    )
+    if len(both) < len(pairs) or not both:
+        return len(both) < len(pairs)
+    before, used = (torch.cat(parts) for parts in zip(*both, strict=True))
+    return not any(torch.allclose(before * factor, used, rtol=1e-3, atol=0.0) for factor in factors)
 
 
 def _place_of(misses: Mapping[str, Tensor]) -> str | None:
