@@ -12,6 +12,7 @@ import math
 import os
 import random
 import sys
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -284,7 +285,8 @@ class LLM:
         self.llm_engine = self._engine()
         gc.collect()
         gc.freeze()
-        self.fake.built.append(Built(options, self.dtype, self.rank, self.device_index, self.precision))
+        built = Built(options, self.dtype, self.rank, self.device_index, self.precision, self.folder)
+        self.fake.built.append(built)
 
     # Construction.
 
@@ -304,8 +306,9 @@ class LLM:
             raise NotImplementedError("tensor_parallel_size")
         if options.get("load_format") != "dummy" and not list(self.folder.glob("*.safetensors")):
             raise RuntimeError(f"Cannot find any model weights with `{self.folder}`")
-        if not options.get("skip_tokenizer_init") and not (self.folder / "tokenizer_config.json").exists():
-            raise OSError(f"Can't load tokenizer for '{self.folder}'.")
+        tokenizer = Path(options.get("tokenizer") or self.folder)
+        if not options.get("skip_tokenizer_init") and not (tokenizer / "tokenizer_config.json").exists():
+            raise OSError(f"Can't load tokenizer for '{tokenizer}'.")
 
     def _distributed_args(self) -> tuple[int, int]:
         if self.options.get("distributed_executor_backend") != "external_launcher":
@@ -329,6 +332,8 @@ class LLM:
             torch.set_num_threads = lambda _number: None  # pyrefly: ignore[bad-assignment]
             return
         assert self.device_index < self.fake.gpus, f"DP adjusted local rank {self.device_index} is out of bounds"
+        for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+            os.environ[name] = str(self.fake.cache / "torch_compile_cache")
         torch.set_float32_matmul_precision(self.precision)
         torch.cuda.set_device(self.device_index)
         if "OMP_NUM_THREADS" not in os.environ:
@@ -642,6 +647,7 @@ class Built:
     rank: int
     device_index: int
     precision: str
+    folder: Path
 
 
 class FakeVLLM:
@@ -653,12 +659,14 @@ class FakeVLLM:
         gpus: how many there are; 0 is a CPU build.
         device: the current one.
         threads_in_step: numbers of CPU threads that engines on a GPU computed with.
+        cache: folder of vLLM's caches.
     """
 
-    def __init__(self, *, gpus: int, total: int) -> None:
+    def __init__(self, *, gpus: int, total: int, cache: Path) -> None:
         self.built: list[Built] = []
         self.cuda, self.gpus, self.device = Cuda(total), gpus, 0
         self.threads_in_step: set[int] = set()
+        self.cache = cache
 
     def block_sizes(self) -> list[int]:
         """Return the bytes of each block of the sleep mode's allocator, asleep or not."""
@@ -703,6 +711,7 @@ class _Finder(MetaPathFinder, Loader):
             "vllm.distributed": _empty,
             "vllm.distributed.parallel_state": self._parallel_state,
             "vllm.entrypoints": _empty,
+            "vllm.envs": lambda module: setattr(module, "VLLM_CACHE_ROOT", str(fake.cache)),
             "vllm.entrypoints.llm": lambda module: setattr(module, "LLM", LLM),
             "vllm.model_executor": _empty,
             "vllm.model_executor.model_loader": _empty,
@@ -799,10 +808,11 @@ def fake_vllm(*, gpus: int = 0, total: int = 80 * 2**30) -> Iterator[FakeVLLM]:
         gpus: GPUs of the machine. Tensors of the trainer stay on the CPU.
         total: bytes of each GPU.
     """
-    fake = FakeVLLM(gpus=gpus, total=total)
-    finder = _Finder(fake)
     outer = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"}
     with ExitStack() as stack:
+        cache = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        fake = FakeVLLM(gpus=gpus, total=total, cache=cache)
+        finder = _Finder(fake)
         for name in outer:
             del sys.modules[name]
         for patched in fake.patches():

@@ -63,6 +63,7 @@ NAMES = {
         "LoadLoRAAdapterRequest.lora_name",
         "LoadLoRAAdapterRequest.lora_path",
     ),
+    "envs.py": ("VLLM_CACHE_ROOT",),
     "logprobs.py": ("FlatLogprobs.token_ids", "FlatLogprobs.logprobs"),
     "lora/request.py": ("LoRARequest.lora_name", "LoRARequest.lora_int_id", "LoRARequest.lora_path"),
     "model_executor/model_loader/reload/layerwise.py": (
@@ -149,6 +150,8 @@ def names_in(code: str) -> dict[str, set[str] | None]:
                 add(f"{prefix}{node.name}.", node.body)
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 found[prefix + node.target.id] = None
+            elif isinstance(node, ast.If):  # of TYPE_CHECKING
+                add(prefix, node.body)
             elif isinstance(node, ast.ImportFrom):
                 found.update({prefix + (alias.asname or alias.name): None for alias in node.names})
 

@@ -8,27 +8,34 @@ import gc
 import logging
 import os
 import random
+import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
+from hashlib import sha256
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PretrainedConfig
 
 from lightning_rl.generation.weights.weight_stream import Shape, Stream, WeightPlan
+from lightning_rl.utils.atomic_write import files_of, flush
 
 RELOAD = "vllm.model_executor.model_loader.reload"
 FREE_WORKSPACES = "_cuda_clearCublasWorkspaces"
 CHANGED = (  # variables set by vLLM and read by the trainer, its compiler and its worker processes
     "LD_PRELOAD",
     "LOCAL_WORLD_SIZE",
+    "TORCHINDUCTOR_CACHE_DIR",
     "TORCHINDUCTOR_COMPILE_THREADS",
     "TORCHINDUCTOR_CPP_DYNAMIC_THREADS",
+    "TRITON_CACHE_DIR",
     "VLLM_FLOAT32_MATMUL_PRECISION",
 )
 
@@ -80,6 +87,28 @@ def _leave_alone(*_: Any, **__: Any) -> None:
 
 
 SHARED = SharedState()
+
+
+def configuration_folder(config: PretrainedConfig) -> Path:
+    """Write a configuration to a folder in vLLM's cache that is named by its content, and return the folder.
+
+    The path is part of the name under which vLLM looks for compiled code. Processes with one configuration share it.
+    """
+    cache = Path(import_module("vllm.envs").VLLM_CACHE_ROOT) / "lightning-rl"
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as part:
+        folder, digest = Path(part) / "new", sha256()
+        config.save_pretrained(folder)
+        flush(folder)
+        for file in files_of(folder):
+            digest.update(f"{file.name}\n".encode() + file.read_bytes())
+        target = cache / digest.hexdigest()
+        try:
+            folder.rename(target)
+        except OSError:
+            if not target.exists():  # else a process has written it before
+                raise
+    return target
 
 
 def map_before_free() -> None:

@@ -220,23 +220,23 @@ class VLLMEngine(Engine):
 
     @torch.inference_mode(mode=False)  # not those of validation: no later stage can write to inference tensors
     def _build(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, device: torch.device) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="lightning-rl-vllm-")
-        folder = Path(self._folder.name)
+        self._folder = tempfile.TemporaryDirectory(prefix="lightning-rl-vllm-")  # of tokenizer and adapter
         config = deepcopy(model.config)
         config.architectures = config.architectures or [type(model).__name__]
         config.head_dtype = HEAD_DTYPE
-        config.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+        config.name_or_path = ""
         self._adapter = Adapter(model) if self.lora == "adapter" else None
-        options = self._llm_options(model)
+        options = {**self._llm_options(model), "skip_tokenizer_init": tokenizer is None}
+        if tokenizer is not None:
+            tokenizer.save_pretrained(self._folder.name)
+            options["tokenizer"] = self._folder.name
         with internals.preserving_process(device):
             self._vllm = load_vllm()
             if options.get("enable_sleep_mode"):
                 internals.map_before_free()
             internals.SHARED.enter()
             try:
-                self._llm = self._vllm.LLM(**options, model=str(folder), skip_tokenizer_init=tokenizer is None)
+                self._llm = self._vllm.LLM(**options, model=str(internals.configuration_folder(config)))
             except BaseException:
                 internals.SHARED.leave()
                 raise

@@ -87,8 +87,14 @@ def test_options_that_would_fail_at_the_first_sync_or_mean_nothing_are_refused(
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Set the process state to other values than those that vLLM leaves behind."""
-    for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS", "VLLM_FLOAT32_MATMUL_PRECISION"):
+    for name in (
+        "OMP_NUM_THREADS",
+        "TORCHINDUCTOR_COMPILE_THREADS",
+        "TRITON_CACHE_DIR",
+        "VLLM_FLOAT32_MATMUL_PRECISION",
+    ):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "of-the-trainer")
     for name, value in vllm_version.ENVIRONMENT.items():  # which stay
         monkeypatch.setenv(name, value)
     before = torch.get_float32_matmul_precision(), torch.get_num_threads()
@@ -111,6 +117,17 @@ def test_a_process_is_as_before_once_an_engine_was_built(gpus: int) -> None:
         assert state_of_process() == before
         assert len(fake.built) == 1
         engine.close()
+
+
+def test_policies_of_one_configuration_share_a_folder_so_that_vllm_finds_its_compiled_code(gpu: FakeVLLM) -> None:
+    for path, size in (("here", 32), ("there", 32), ("here", 48)):
+        engine, model = VLLMEngine(canary=False), tiny_policy(hidden_size=size)
+        model.config.name_or_path = path
+        launch(engine, model)
+        engine.close()
+    first, second, other = (built.folder for built in gpu.built)
+    assert first == second != other and sorted(first.parent.iterdir()) == sorted([first, other])
+    assert first.is_relative_to(gpu.cache) and list(first.iterdir()) == [first / "config.json"]
 
 
 @pytest.mark.usefixtures("process")
