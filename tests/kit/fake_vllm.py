@@ -720,6 +720,7 @@ class _Finder(MetaPathFinder, Loader):
             "vllm.v1": _empty,
             "vllm.v1.engine": _empty,
             "vllm.v1.engine.core": self._core,
+            "vllm.v1.engine.logprobs": _logprobs,
         }
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -763,6 +764,11 @@ class _Finder(MetaPathFinder, Loader):
 
 def _empty(module: ModuleType) -> None:
     del module
+
+
+def _logprobs(module: ModuleType) -> None:
+    methods = {"_update_sample_logprobs": lambda _processor, _lists: None}
+    module.__dict__.update(LogprobsProcessor=type("LogprobsProcessor", (), methods), FlatLogprobs=SimpleNamespace)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Log-probabilities of vLLM equal the trainer's for every family after every sync."""
 
 from copy import deepcopy
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -53,6 +54,25 @@ def test_five_optimizer_steps_and_syncs(family: str, start_engine: Starter) -> N
         assert sum(len(completion.token_ids) for completion in completions) >= 500
         found = worst(model, requests, completions)
         assert found < TOLERANCE < stale, f"step {step}: {found} synced, {stale} stale"
+
+
+def test_one_float_per_token_is_the_value_that_vllm_collects_bit_for_bit(
+    start_engine: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = a_model()
+    engine, requests = synced(start_engine(model), model), requests_for(prompts_of(25))
+    processor: Any = import_module("vllm.v1.engine.logprobs").LogprobsProcessor
+    draws: list[list[Any]] = []
+    name = "_update_sample_logprobs"
+    for update in (getattr(processor, name), getattr(processor, name).__wrapped__):
+        monkeypatch.setattr(processor, name, update)
+        parameters = [engine._parameters(request, logprobs=True) for request in requests]  # noqa: SLF001
+        outputs = engine._generate([request.prefix_ids for request in requests], parameters)  # noqa: SLF001
+        draws.append([output.outputs[0] for output in outputs])
+    for one, six in zip(*draws, strict=True):
+        assert one.token_ids == six.token_ids and one.logprobs.logprobs == six.logprobs.logprobs
+        assert len(one.logprobs.logprobs) == len(one.token_ids) and six.logprobs.ranks
+        assert not (one.logprobs.ranks or one.logprobs.token_ids or one.logprobs.start_indices)
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])

@@ -101,6 +101,13 @@ NAMES = {
         "LLMEngine.add_lora(lora_request)",
         "LLMEngine.remove_lora(lora_id)",
     ),
+    "v1/engine/logprobs.py": (
+        "FlatLogprobs",
+        "LogprobsProcessor.num_logprobs",
+        "LogprobsProcessor.logprobs",
+        "LogprobsProcessor._update_sample_logprobs(logprobs_lists)",
+    ),
+    "v1/outputs.py": ("LogprobsLists.logprobs",),
     "v1/executor/uniproc_executor.py": ("ExecutorWithExternalLauncher",),
     "v1/worker/gpu/model_runner.py": ("GPUModelRunner.reload_weights(weights_iterator)", "GPUModelRunner.get_model()"),
     "v1/worker/gpu_model_runner.py": ("GPUModelRunner.reload_weights(weights_iterator)", "GPUModelRunner.get_model()"),

@@ -133,6 +133,26 @@ def map_before_free() -> None:
     allocator._python_free_callback = map_and_free  # noqa: SLF001
 
 
+def append_one_float() -> None:
+    """Make vLLM append one float per token if it returns flat log-probabilities of the sampled tokens alone.
+
+    vLLM appends to six lists. Of such a request, ``FlatLogprobs.logprobs`` is then the only list with elements.
+    """
+    module: Any = import_module("vllm.v1.engine.logprobs")
+    processor, update = module.LogprobsProcessor, module.LogprobsProcessor._update_sample_logprobs  # noqa: SLF001
+    if hasattr(update, "__wrapped__"):
+        return
+
+    @wraps(update)
+    def append(self: Any, logprobs_lists: Any) -> None:
+        if self.num_logprobs == 0 and isinstance(self.logprobs, module.FlatLogprobs):
+            self.logprobs.logprobs += logprobs_lists.logprobs[:, 0].tolist()  # the sampled token is the first
+        else:
+            update(self, logprobs_lists)
+
+    processor._update_sample_logprobs = append  # noqa: SLF001
+
+
 @contextmanager
 def preserving_process(device: torch.device) -> Iterator[None]:
     """Restore the global state that building an engine changes: seeds, dtypes, threads, device.

@@ -234,6 +234,7 @@ class VLLMEngine(Engine):
             self._vllm = load_vllm()
             if options.get("enable_sleep_mode"):
                 internals.map_before_free()
+            internals.append_one_float()
             internals.SHARED.enter()
             try:
                 self._llm = self._vllm.LLM(**options, model=str(internals.configuration_folder(config)))
