@@ -332,6 +332,9 @@ class LLM:
             torch.set_num_threads = lambda _number: None  # pyrefly: ignore[bad-assignment]
             return
         assert self.device_index < self.fake.gpus, f"DP adjusted local rank {self.device_index} is out of bounds"
+        if "triton" in sys.modules:  # jit_monitor.py
+            knobs: Any = import_module("triton").knobs
+            knobs.autotuning.print, knobs.runtime.jit_post_compile_hook = True, print
         for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
             os.environ[name] = str(self.fake.cache / "torch_compile_cache")
         torch.set_float32_matmul_precision(self.precision)
@@ -736,6 +739,8 @@ class _Finder(MetaPathFinder, Loader):
 
     def _package(self, module: ModuleType) -> None:
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # env_override.py
+        if self.fake.gpus:
+            torch.backends.cuda.enable_cudnn_sdp(enabled=False)  # platforms/cuda.py
         module.__dict__.update(__version__="0.32.0", LLM=LLM, SamplingParams=SamplingParams)
 
     def _cumem(self, module: ModuleType) -> None:

@@ -18,6 +18,7 @@ def state_of_process() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "set_num_threads": torch.set_num_threads,
         "device": torch.cuda.current_device() if torch.cuda.is_available() else None,
+        "cudnn_sdp": torch.backends.cuda.cudnn_sdp_enabled(),
         "compile_threads": import_module("torch._inductor.config").compile_threads,
         "dtype": torch.get_default_dtype(),
         "random": random.getstate(),

@@ -155,7 +155,7 @@ def append_one_float() -> None:
 
 @contextmanager
 def preserving_process(device: torch.device) -> Iterator[None]:
-    """Restore the global state that building an engine changes: seeds, dtypes, threads, device.
+    """Restore the global state that building an engine changes: seeds, dtypes, threads, device, kernels of attention.
 
     Inside, the environment has the variables of a launcher, from which vLLM reads the rank and the trainer's GPU:
     neither Lightning's launcher nor SLURM sets all of them.
@@ -165,12 +165,13 @@ def preserving_process(device: torch.device) -> Iterator[None]:
     current = torch.cuda.current_device() if device.type == "cuda" else None
     states = random.getstate(), np.random.get_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    dtype = torch.get_default_dtype()
+    dtype, cudnn = torch.get_default_dtype(), torch.backends.cuda.cudnn_sdp_enabled()
     with (
         torch.random.fork_rng(devices),
         warnings.catch_warnings(),
         preserving_environment(launch_variables(device)),
         preserving_matmul_precision(),
+        preserving_triton(),
         inductor.patch(compile_threads=1),  # required by vLLM
     ):
         warnings.simplefilter("ignore")  # warnings of vLLM
@@ -180,6 +181,7 @@ def preserving_process(device: torch.device) -> Iterator[None]:
             torch.set_num_threads = set_threads
             torch.set_num_threads(threads)
             torch.set_default_dtype(dtype)
+            torch.backends.cuda.enable_cudnn_sdp(cudnn)
             random.setstate(states[0])
             np.random.set_state(states[1])
             gc.unfreeze()
@@ -235,6 +237,18 @@ def preserving_matmul_precision() -> Iterator[None]:
         else:
             for backend, value in zip(backends, by_backend, strict=True):
                 backend.fp32_precision = value
+
+
+@contextmanager
+def preserving_triton() -> Iterator[None]:
+    """Restore the settings of Triton, to which vLLM adds reports of each later compilation, the trainer's too."""
+    try:
+        knobs: Any = import_module("triton").knobs
+    except ImportError:
+        yield
+        return
+    with knobs.autotuning.scope(), knobs.runtime.scope():
+        yield
 
 
 @contextmanager

@@ -1,8 +1,11 @@
 """VLLMEngine in whole runs, with a fake vLLM that behaves as its sources do."""
 
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,6 +101,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in vllm_version.ENVIRONMENT.items():  # which stay
         monkeypatch.setenv(name, value)
     before = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    torch.backends.cuda.enable_cudnn_sdp(enabled=True)
     torch.set_float32_matmul_precision("high")
     torch.set_num_threads(2)
     with import_module("torch._inductor.config").patch(compile_threads=7):  # monkeypatch would delete it
@@ -128,6 +132,30 @@ def test_policies_of_one_configuration_share_a_folder_so_that_vllm_finds_its_com
     first, second, other = (built.folder for built in gpu.built)
     assert first == second != other and sorted(first.parent.iterdir()) == sorted([first, other])
     assert first.is_relative_to(gpu.cache) and list(first.iterdir()) == [first / "config.json"]
+
+
+class Knobs(SimpleNamespace):
+    """Settings of Triton, whose scope restores them."""
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Restore them at the end."""
+        before = dict(vars(self))
+        yield
+        vars(self).clear()
+        vars(self).update(before)
+
+
+@pytest.mark.parametrize("hook", [None, repr])
+def test_triton_reports_kernels_of_the_trainer_as_before(
+    hook: Any, gpu: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    knobs = SimpleNamespace(autotuning=Knobs(print=False), runtime=Knobs(jit_post_compile_hook=hook))
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(knobs=knobs))
+    engine = VLLMEngine(canary=False)
+    launch(engine, tiny_policy())
+    assert len(gpu.built) == 1 and (knobs.autotuning.print, knobs.runtime.jit_post_compile_hook) == (False, hook)
+    engine.close()
 
 
 @pytest.mark.usefixtures("process")
