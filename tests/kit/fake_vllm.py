@@ -65,6 +65,7 @@ class Cuda:
     def __init__(self, total: int) -> None:
         self.total, self.held_by_others = total, 0
         self.error = ""  # error_code: my_malloc and my_free never reset it
+        self.raised = False  # an error of the free callback
         self.mapped: dict[int, int] = {}
         self.tensors: dict[int, Tensor] = {}  # of blocks that hold one
         self.callbacks: tuple[Callable[[Any], None], Callable[[int], Any]] | None = None
@@ -103,11 +104,14 @@ class Cuda:
         return pointer
 
     def my_free(self, pointer: int) -> None:
-        """Free a block; if the callback raises, the block is lost and nothing else."""
+        """Free a block; if the callback raises, the block is lost, and so is each later one: the error stays set."""
         assert self.callbacks is not None
+        if self.raised:
+            return
         try:
             handle = self.callbacks[1](pointer)
-        except RuntimeError:
+        except (RuntimeError, KeyError):
+            self.raised = True
             return
         self._unmap_and_release(handle[2])
         self.tensors.pop(pointer, None)
@@ -164,6 +168,9 @@ class CuMemAllocator:
 
     def _python_free_callback(self, ptr: int) -> tuple[int, int, int, int]:
         return self.pointer_to_data.pop(ptr).handle  # asleep or not
+
+    def _trim(self, pool: Any) -> None:
+        raise NotImplementedError("_trim")
 
     @contextmanager
     def use_memory_pool(self, tag: str) -> Iterator[None]:

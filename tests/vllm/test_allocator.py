@@ -48,3 +48,18 @@ def test_a_block_that_sleeps_is_freed_without_an_error_that_stays(maps: bool, cu
         return
     assert cuda.error == "" and not cuda.mapped and allocator.get_current_usage() == 0
     cuda.my_malloc(1)
+
+
+def test_a_segment_that_was_trimmed_is_freed_with_the_others(cuda: Cuda) -> None:
+    cumem: Any = import_module("vllm.device_allocator.cumem")
+    internals.map_before_free()
+    allocator = cumem.CuMemAllocator.get_instance()
+    cuda.init_module(allocator.python_malloc_callback, allocator.python_free_callback)
+    sizes = {cuda.my_malloc(size): size for size in (20, 30, 40)}
+    used = dict(zip(sizes, (20, 0, 40), strict=True))
+    segments = [{"address": block, "allocated_size": size} for block, size in used.items()]
+    allocator._trim(SimpleNamespace(snapshot=lambda: segments))  # noqa: SLF001
+    assert cuda.free == 40
+    for block in sizes:
+        cuda.my_free(block)
+    assert not (cuda.error or cuda.raised or cuda.mapped) and allocator.get_current_usage() == 0

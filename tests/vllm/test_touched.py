@@ -43,6 +43,7 @@ NAMES = {
     "device_allocator/cumem.py": (
         "create_and_map(allocation_handle)",
         "CuMemAllocator._python_free_callback(ptr)",
+        "CuMemAllocator._trim(pool)",
         "CuMemAllocator.pointer_to_data",
     ),
     "distributed/parallel_state.py": (

@@ -112,25 +112,37 @@ def configuration_folder(config: PretrainedConfig) -> Path:
 
 
 def map_before_free() -> None:
-    """Make the allocator of vLLM's sleep mode map a sleeping block before it is freed.
+    """Make the allocator of vLLM's sleep mode map a block that sleeps or was trimmed before it is freed.
 
     Freeing a sleeping block would unmap it a second time, which CUDA rejects. The allocator keeps that error, so every
-    later allocation fails as if the device were out of memory.
+    later allocation fails as if the device were out of memory. A trimmed segment is unmapped as well, and missing in
+    the allocator's table, but PyTorch frees it with the pool: that would raise an error, after which no block is freed.
     """
     cumem: Any = import_module("vllm.device_allocator.cumem")
-    allocator, free = cumem.CuMemAllocator, cumem.CuMemAllocator._python_free_callback  # noqa: SLF001
+    allocator = cumem.CuMemAllocator
+    free, trim = allocator._python_free_callback, allocator._trim  # noqa: SLF001
     if hasattr(free, "__wrapped__"):
         return
+    trimmed: dict[int, Any] = {}  # handle of each segment, by its address
 
     @wraps(free)
     def map_and_free(self: Any, pointer: int) -> Any:
+        if pointer in trimmed:
+            cumem.create_and_map(trimmed[pointer])
+            return trimmed.pop(pointer)
         block = self.pointer_to_data[pointer]
         if block.is_asleep:
             cumem.create_and_map(block.handle)
             block.is_asleep = False
         return free(self, pointer)
 
-    allocator._python_free_callback = map_and_free  # noqa: SLF001
+    @wraps(trim)
+    def trim_and_record(self: Any, pool: Any) -> None:
+        before = dict(self.pointer_to_data)
+        trim(self, pool)
+        trimmed.update({pointer: before[pointer].handle for pointer in before.keys() - self.pointer_to_data.keys()})
+
+    allocator._python_free_callback, allocator._trim = map_and_free, trim_and_record  # noqa: SLF001
 
 
 def append_one_float() -> None:
