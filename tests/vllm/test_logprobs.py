@@ -25,6 +25,7 @@ from torch import nn
 
 from lightning_rl import TransformersEngine
 from lightning_rl.generation.sampling_params import RowFilters
+from lightning_rl.generation.vllm import internals
 from lightning_rl.policy.lora import base_model_of
 
 TOLERANCE = 1e-4  # float32; measured 1.1e-5
@@ -73,6 +74,21 @@ def test_one_float_per_token_is_the_value_that_vllm_collects_bit_for_bit(
         assert one.token_ids == six.token_ids and one.logprobs.logprobs == six.logprobs.logprobs
         assert len(one.logprobs.logprobs) == len(one.token_ids) and six.logprobs.ranks
         assert not (one.logprobs.ranks or one.logprobs.token_ids or one.logprobs.start_indices)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_sleep_discards_is_loaded_or_restored(family: str, start_engine: Starter) -> None:
+    model = a_model(family)
+    engine, requests = synced(start_engine(model), model), requests_for(prompts_of(8))
+    ((net, constants),) = engine._llm.apply_model(lambda net: (net, internals.constants_of(net)))  # noqa: SLF001
+    before = [constant.clone() for constant in constants]
+    engine.sleep()
+    for tensor in (*net.parameters(), *constants):  # of level 2 on a GPU; vLLM keeps buffers itself
+        tensor.detach().zero_()
+    engine.wake()
+    assert worst(model, requests, synced(engine, model).generate(requests, logprobs=True)) < TOLERANCE
+    assert "gemma4" not in family or any(len(constant.shape) for constant in before), "the weight of v_norm"
+    assert all(torch.equal(constant, old) for constant, old in zip(constants, before, strict=True))
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])

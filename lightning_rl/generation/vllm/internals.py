@@ -320,6 +320,16 @@ def _map_name(module: Any, tensors: Collection[str], path: str, name: str) -> tu
     return path + name, len(shards) if isinstance(shards, list) else 1
 
 
+def constants_of(model: nn.Module) -> list[torch.Tensor]:
+    """Return the tensors of a model in vLLM that are neither parameters nor buffers, such as the weight of 1 of a norm.
+
+    Sleep of level 2 discards them, and no sync sends them. The KV cache is not among them.
+    """
+    device = next(model.parameters()).device
+    values = [value for module in model.modules() for name, value in vars(module).items() if name != "kv_cache"]
+    return [value for value in values if isinstance(value, torch.Tensor) and value.device == device]
+
+
 def reload(llm: Any, weights: Stream) -> None:
     """Load a full set of weights under the names of a checkpoint."""
     llm.apply_model(forget_expert_kernels)

@@ -131,6 +131,7 @@ class VLLMEngine(Engine):
         self._adapter: Adapter | None = None
         self._base_loaded = False  # used with an adapter
         self._asleep: set[str] = set()
+        self._constants: list[tuple[Tensor, Tensor]] = []  # of the sleeping model, with their values in main memory
         self._threads: int | None = None  # CPU threads, used on a GPU
         self._purpose: tuple[Any, ...] = ()  # policy and run that vLLM was built for
 
@@ -472,12 +473,20 @@ class VLLMEngine(Engine):
         if tag in self._asleep:
             self._llm.wake_up(tags=[tag])
             self._asleep.discard(tag)
+            with torch.inference_mode():  # some may be inference tensors
+                while tag == "weights" and self._constants:
+                    constant, value = self._constants.pop()
+                    constant.copy_(value)
 
     @override
     def sleep(self) -> None:
         """Release weights and KV cache; on a CPU vLLM keeps both."""
         if self._llm is not None and not self._asleep:
-            self._llm.sleep(level=1 if self._base_loaded else 2)  # the base of an adapter is sent only once
+            level = 1 if self._base_loaded else 2  # the base of an adapter is sent only once
+            if level == 2:
+                constants = internals.constants_of(self._model)
+                self._constants = [(constant, constant.to("cpu", copy=True)) for constant in constants]
+            self._llm.sleep(level=level)
             self._asleep = {"weights", "kv_cache"}
         super().sleep()
 
@@ -493,6 +502,7 @@ class VLLMEngine(Engine):
         super().close()
         self._extras, self._adapter, self.dtype = None, None, self._dtype
         llm, self._llm, self._plan, self._model, self._asleep = self._llm, None, None, None, set()
+        self._constants = []
         atexit.unregister(self.close)
         if self in RUNNING:
             RUNNING.remove(self)

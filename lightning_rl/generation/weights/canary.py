@@ -30,6 +30,10 @@ SPREAD = 10.0  # largest difference over the mean that rounding in float32 expla
 FACTOR = 5.0  # multiple of the first sync's difference that counts as rounding
 REMEMBERED = 4  # past syncs whose values tell a stale engine from a wrong one
 
+AFTER_SLEEP = (
+    "it agreed before it slept: if it agrees with VLLMEngine(sleeps=False), vLLM has discarded a constant of the model "
+    "that no sync sends"
+)
 Row = tuple[tuple[int, ...], tuple[int, ...]]  # prompt and response
 
 
@@ -88,6 +92,7 @@ class Measurement:
     drawn: list[Row]
     version: int
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # likeliest tokens before each drawn one, [rows, L, k]
+    sleeps: bool = False  # the engine releases its memory between syncs
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -157,6 +162,7 @@ class Canary:
                 name: torch.stack([completion.token_extras[name] for completion in completions])
                 for name in sorted({TOP_IDS, TOP_LOGPROBS} & engine.extras)
             },
+            engine.capabilities.sleeps,
         )
 
     def judge(
@@ -191,7 +197,8 @@ class Canary:
             past = self._past.setdefault(url, deque(maxlen=REMEMBERED))
             self._check_movement(now, past, alone=len(measurement.values) == 1)
             if not self.within(gap, rounding):
-                raise CanaryError(self._diagnosis(now, past, gap, rounding))
+                advice = f"; {AFTER_SLEEP}" if measurement.sleeps and past else ""
+                raise CanaryError(self._diagnosis(now, past, gap, rounding) + advice)
             if trainer.kl is not None and not self._explains_kl(trainer.kl, rounding):
                 raise CanaryError(
                     f"expected {now.name} to sample from the policy's distribution, and the log-probabilities of "

@@ -78,6 +78,18 @@ def changing(weights: dict[str, Tensor]) -> Callable[[Stream], Iterator[tuple[st
     return lambda stream: ((name, weights.get(name, weight)) for name, weight in stream)
 
 
+def test_an_engine_that_agreed_before_it_slept_is_advised_to_stay_awake() -> None:
+    right, wrong = (Values(torch.full((4,), value), torch.full((4,), value)) for value in (-1.0, -3.0))
+    for agreed, sleeps, advised in ((True, True, True), (False, True, False), (True, False, False)):
+        canary = Canary()
+        judge = partial(canary.judge, trainer=right, rounding=Rounding.FLOAT32)
+        if agreed:
+            judge(Measurement({"": right}, [], [], 1, sleeps=sleeps))
+        with pytest.raises(CanaryError) as raised:
+            judge(Measurement({"": wrong}, [], [], 2, sleeps=sleeps))
+        assert ("VLLMEngine(sleeps=False)" in str(raised.value)) is advised
+
+
 def test_each_fault_has_its_message() -> None:
     run = Watched(tiny_model("llama", dtype=torch.float32))
     run.sync()
