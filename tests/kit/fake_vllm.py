@@ -348,6 +348,8 @@ class LLM:
         torch.cuda.set_device(self.device_index)
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)
+        if not self.options.get("enforce_eager"):
+            torch.cuda.CUDAGraph.capture_begin(SimpleNamespace())  # pyrefly: ignore[bad-argument-type]
 
     def _load_model(self) -> None:
         config: Any = AutoConfig.from_pretrained(self.folder)
@@ -669,6 +671,7 @@ class FakeVLLM:
         gpus: how many there are; 0 is a CPU build.
         device: the current one.
         threads_in_step: numbers of CPU threads that engines on a GPU computed with.
+        captured: to call at each capture of a CUDA graph.
         cache: folder of vLLM's caches.
     """
 
@@ -677,6 +680,7 @@ class FakeVLLM:
         self.cuda, self.gpus, self.device = Cuda(total), gpus, 0
         self.threads_in_step: set[int] = set()
         self.cache = cache
+        self.captured: Callable[[], object] = lambda: None
 
     def block_sizes(self) -> list[int]:
         """Return the bytes of each block of the sleep mode's allocator, asleep or not."""
@@ -699,6 +703,7 @@ class FakeVLLM:
             return []
         serial = partial(_serial_loader, filesystem)  # torch saves tensors of a GPU through a stream
         patches = [patch.object(torch.cuda, name, value) for name, value in known.items()]
+        patches.append(patch.object(torch.cuda.CUDAGraph, "capture_begin", lambda _graph, *_, **__: self.captured()))
         # a build for GPUs would ask its driver whether the optimizer's step is captured
         patches.append(patch.object(torch.accelerator, "current_accelerator", lambda *_, **__: None))
         return [*patches, patch.object(filesystem, "_OverlappingCpuLoader", serial)]

@@ -45,7 +45,7 @@ class SharedState:
 
     vLLM would destroy the process groups of the trainer and of other engines when one engine shuts down. Lightning
     frees the cuBLAS workspaces at the end of each stage. vLLM's CUDA graphs would still write to that memory, where
-    the trainer's weights of the next stage may be.
+    the trainer's weights of the next stage may be. So workspaces are kept, and each graph allocates its own.
     """
 
     def __init__(self) -> None:
@@ -69,6 +69,28 @@ class SharedState:
             if self._free_workspaces is not None:
                 setattr(torch._C, FREE_WORKSPACES, _leave_alone)  # noqa: SLF001
         self.engines += 1
+
+    @contextmanager
+    def freeing_workspaces(self) -> Iterator[None]:
+        """Free the cuBLAS workspaces before each capture inside: the graph then allocates its own in its pool.
+
+        A workspace of the warm-up would lie outside of the pool, and the graph would only have its address.
+        """
+        free, begin = self._free_workspaces, torch.cuda.CUDAGraph.capture_begin
+        if free is None:
+            yield
+            return
+
+        @wraps(begin)
+        def free_and_begin(graph: torch.cuda.CUDAGraph, *arguments: Any, **options: Any) -> None:
+            free()
+            begin(graph, *arguments, **options)
+
+        setattr(torch.cuda.CUDAGraph, "capture_begin", free_and_begin)  # noqa: B010  a method
+        try:
+            yield
+        finally:
+            setattr(torch.cuda.CUDAGraph, "capture_begin", begin)  # noqa: B010
 
     def leave(self) -> None:
         """Finish after an engine was closed; the last one destroys the groups that vLLM made."""

@@ -238,7 +238,8 @@ class VLLMEngine(Engine):
             internals.append_one_float()
             internals.SHARED.enter()
             try:
-                self._llm = self._vllm.LLM(**options, model=str(internals.configuration_folder(config)))
+                with internals.SHARED.freeing_workspaces():
+                    self._llm = self._vllm.LLM(**options, model=str(internals.configuration_folder(config)))
             except BaseException:
                 internals.SHARED.leave()
                 raise

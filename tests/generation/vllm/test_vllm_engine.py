@@ -44,18 +44,34 @@ def test_a_fit_in_mixed_precision_passes_its_canary_and_draws(gpu: FakeVLLM) -> 
     assert module.engine.state is EngineState.ASLEEP
 
 
-def test_the_workspaces_of_graphs_are_kept_until_the_last_engine_closes(
+def test_graphs_own_their_workspaces_which_are_kept_until_the_last_engine_closes(
     gpu: FakeVLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    freed = list[str]()
-    monkeypatch.setattr(torch._C, FREE_WORKSPACES, lambda: freed.append("workspaces"), raising=False)  # noqa: SLF001
+    events = list[str]()
+    monkeypatch.setattr(torch._C, FREE_WORKSPACES, lambda: events.append("freed"), raising=False)  # noqa: SLF001
+    gpu.captured = lambda: events.append("captured")
     module = tiny_module(engine=VLLMEngine())
     fit(module, data=tiny_prompts(4, 4))
     _clear_cuda_memory()
-    assert len(gpu.built) == 1 and not freed
+    assert len(gpu.built) == 1 and events[-2:] == ["freed", "captured"]
     module.close_engine()
     _clear_cuda_memory()
-    assert len(freed) == 1
+    assert events[-3:] == ["freed", "captured", "freed"]
+
+
+def test_an_engine_that_was_not_built_leaves_the_functions_around_workspaces(
+    gpu: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._C, FREE_WORKSPACES, lambda: None, raising=False)  # noqa: SLF001
+    functions = getattr(torch._C, FREE_WORKSPACES), torch.cuda.CUDAGraph.capture_begin  # noqa: SLF001
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("in a capture")
+
+    gpu.captured = fail
+    with pytest.raises(torch.OutOfMemoryError, match="in a capture"):
+        launch(VLLMEngine(), tiny_policy())
+    assert (getattr(torch._C, FREE_WORKSPACES), torch.cuda.CUDAGraph.capture_begin) == functions  # noqa: SLF001
 
 
 @pytest.mark.parametrize(
