@@ -15,7 +15,7 @@ from lightning_rl.policy.sampling_mask import from_bits
 CPU_CHUNK = 2**25  # logits of a chunk: 128 MiB in float32
 DEVICE_SHARE = 64  # divisor of an accelerator's memory for the logits of a chunk
 CPU_KEPT, DEVICE_KEPT = 8, 2  # chunks of logits that a forward may keep: 1 GiB in float32; 1/32 of the memory
-BLOCKS = 64  # parts of a chunk that elementwise operations process in turn, to keep temporaries small
+CPU_BLOCKS, DEVICE_BLOCKS = 64, 8  # parts of a chunk for elementwise operations: in a cache; few and small temporaries
 FILTERED = -1e30  # logit of a filtered token: finite, so that 0 times it is 0
 
 
@@ -39,6 +39,10 @@ def token_logprobs(
     the backward, which computes the others again in one buffer, with the same bits. With frozen weight and bias, as
     under adapters, the forward keeps no logits. It stores the gradient of each log-probability by its hidden state, and
     the backward of log-probabilities only scales it: two matrix products instead of three.
+
+    Elementwise operations process a chunk in 64 blocks, which stay in the cache of a CPU, and on a GPU in 8 blocks:
+    about 1,100 launches for 12,000 tokens of a vocabulary of 150,000. Temporaries take at most two blocks, 1/256 of the
+    device's memory.
 
     Args:
         hidden: Last hidden state before each target, shape [A, H].
@@ -229,11 +233,11 @@ class _Head(torch.autograd.Function):
                     slope = None if unit is None or soft_cap is None else _cap_slope(raw, soft_cap / temperature)
                     scores, largest, weights, total = _subtract_largest(raw, torch.empty_like(raw) if keep else raw)
                     shift = total.log()
-                    normalizer[block] = largest[:, 0] + shift
-                    logprobs[block] = scores.gather(1, targets[block, None])[:, 0] - shift
+                    torch.add(largest[:, 0], shift, out=normalizer[block])
+                    torch.sub(scores.gather(1, targets[block, None])[:, 0], shift, out=logprobs[block])
                     if other is not None:
                         other.compare(block, scores, weights, total)
-                    entropy[block] = shift - weights.mul_(scores).sum(-1) / total
+                    torch.sub(shift, weights.mul_(scores).sum(-1) / total, out=entropy[block])
                     if unit is not None:
                         torch.sub(scores, shift[:, None], out=raw)
                         _logit_gradient(raw, targets[block], unit[block], entropy[block], None)
@@ -380,7 +384,7 @@ def _chunks(
 
     Those of the first chunks are taken out of ``kept`` instead of computed, as far as it has any.
     """
-    exact, size = exact_dtype(operand), max(16, chunk_elements(hidden.device) // len(operand))
+    exact, size = exact_dtype(operand), _chunk_rows(hidden.device, len(operand))
     buffer = None
     for number, start in enumerate(range(0, len(hidden), size)):
         part = slice(start, start + size)
@@ -407,9 +411,14 @@ def _chunks(
         yield part, logits
 
 
+def _chunk_rows(device: torch.device, vocabulary: int) -> int:
+    return max(16, chunk_elements(device) // vocabulary)
+
+
 def _blocks(part: slice, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield rows of a chunk with their indices among all tokens."""
-    size = max(1, chunk_elements(logits.device) // BLOCKS // logits.shape[1])
+    blocks = DEVICE_BLOCKS if logits.is_cuda else CPU_BLOCKS
+    size = -(-_chunk_rows(logits.device, logits.shape[1]) // blocks)
     for start in range(0, len(logits), size):
         yield slice(part.start + start, part.start + min(start + size, len(logits))), logits[start : start + size]
 
@@ -425,8 +434,8 @@ def _logit_gradient(
     if by_entropy is None:
         scores.exp_().mul_(-slopes[:, None])
     else:  # dH/dz = -p (log p + H)
-        factor = (scores + entropy[:, None]).mul_(by_entropy[:, None]).add_(slopes[:, None])
-        scores.exp_().mul_(factor).neg_()
+        factor = (scores + entropy[:, None]).mul_(-by_entropy[:, None]).sub_(slopes[:, None])
+        scores.exp_().mul_(factor)
     scores.scatter_add_(1, targets[:, None], slopes[:, None])
 
 

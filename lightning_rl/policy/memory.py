@@ -185,7 +185,7 @@ def head_bytes(*, entries: int, chunk: int, operand: int, weight: int, trained: 
         trained: False for a frozen matrix.
     """
     exact = max(weight, 4)  # of logits, and of the accumulated gradient of the matrix
-    logits = chunk * (exact + operand * (operand < exact))
+    logits = chunk * (exact + max(exact / 4, operand * (operand < exact)))  # temporaries of a block, or a cast
     gradient = (
         exact + exact * (operand < exact) + weight * (weight < exact)
     )  # the sum, the product of a chunk, the cast

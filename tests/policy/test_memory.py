@@ -222,11 +222,11 @@ def test_layers_of_several_sizes_have_the_mean_of_them() -> None:
 
 
 def test_the_head_in_numbers() -> None:
-    """Logits and their half-precision copy; sum, product and cast of the gradient; a copy of the matrix."""
-    assert head_bytes(entries=100, chunk=7, operand=4, weight=4) == 7 * 4 + 100 * 4
+    """Logits and their half-precision copy or two blocks; sum, product and cast of the gradient; the cast matrix."""
+    assert head_bytes(entries=100, chunk=7, operand=4, weight=4) == 7 * 5 + 100 * 4
     assert head_bytes(entries=100, chunk=7, operand=2, weight=4) == 7 * 6 + 100 * (2 + 8)
     assert head_bytes(entries=100, chunk=7, operand=2, weight=2) == 7 * 6 + 100 * (8 + 2)
-    assert head_bytes(entries=100, chunk=7, operand=4, weight=2) == 7 * 4 + 100 * (4 + 4 + 2)
+    assert head_bytes(entries=100, chunk=7, operand=4, weight=2) == 7 * 5 + 100 * (4 + 4 + 2)
     assert head_bytes(entries=100, chunk=7, operand=2, weight=4, trained=False) == 7 * 6 + 100 * 2
 
 
