@@ -141,7 +141,7 @@ def plan_of(model: Model, memory: int, devices: int, fit: Fit, *, lora: bool) ->
         residual=gathered,
         head=head,
         kept_logits=4 * min(max(0, logits - limit), DEVICE_KEPT * limit) * (not lora),
-        checkpointing=fit.checkpointing,
+        checkpointing="full" if fit.checkpointing else None,
         trained=not lora,
     )
     return MemoryPlan(

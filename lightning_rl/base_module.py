@@ -39,6 +39,7 @@ from lightning_rl.generation.weights.weight_sync import WeightSync
 from lightning_rl.losses import Critic, ValueLoss
 from lightning_rl.monitors import RunNames, check_monitors, check_names, logs_itself
 from lightning_rl.policy import PolicyModel
+from lightning_rl.policy.activation_checkpointing import Checkpointing
 from lightning_rl.policy.build import max_prompt_length
 from lightning_rl.policy.run_models import RunModels
 from lightning_rl.processes.timeouts import CLOCK
@@ -47,7 +48,7 @@ from lightning_rl.rewards.reward_failures import FOLDER
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.first_sample import first_sample
 from lightning_rl.rollouts.generator import generates_concurrently
-from lightning_rl.rollouts.memory_estimate import token_budget
+from lightning_rl.rollouts.memory_estimate import checkpointing_that_fits, token_budget
 from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.rollouts.state import RunState, trainer_state
 from lightning_rl.rollouts.step_metrics import StepMetrics
@@ -336,6 +337,11 @@ class BaseModule(LightningModule):
         self.run.begin(self.parallel, self.data_module, self.models.options, self.max_staleness)
         if self.models.options.max_tokens_per_microbatch is None:
             self.run.use_default_budget(partial(token_budget, self))
+        if self.models.options.activation_checkpointing is True:
+            full = self.run.max_over_ranks([checkpointing_that_fits(self) == "full"])[0]
+            mode: Checkpointing = "full" if full else "selective"
+            self.models.checkpoint_activations(self.required_policy, mode)
+            rank_zero_info(f'activation_checkpointing="{mode}" (of "selective" and "full", by the estimate of memory)')
         self.shows_sample = True
 
     @override

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from kit.rows import Rows
+from kit.strategy_cases import lora_policy
 from kit.support import a_trainer, differing, fit, tiny_module, tiny_policy, tiny_prompts, weights_of
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -38,17 +39,24 @@ def test_a_gradient_scaler_changes_neither_norm_nor_step() -> None:
         torch.testing.assert_close(found[1][1][name], weight, atol=1e-3, rtol=1e-2)
 
 
-@pytest.mark.parametrize("critic", [None, "shared"])
-def test_activation_checkpointing_changes_no_bit(critic: str | None) -> None:
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("case", ["reference", "critic", "adapters", "padded"])
+def test_activation_checkpointing_changes_no_bit(case: str, precision: str) -> None:
     found = []
-    for saving in (False, True):
-        options: dict[str, Any] = {"advantages": "gae", "critic": critic} if critic else {}
+    for saving in (False, "full", "selective", True):
+        options: dict[str, Any] = {
+            "critic": {"advantages": "gae", "critic": "shared"},
+            "adapters": {"policy": partial(lora_policy, torch.float32)},
+            "padded": {"packing": False},
+        }.get(case, {})
         module = tiny_module(minibatches_per_rollout=2, activation_checkpointing=saving, **options)
-        fit(module, callbacks=[] if critic else [ReferenceKL(0.1, as_loss=True)])
+        callbacks = [ReferenceKL(0.1, as_loss=True)] if case == "reference" else []
+        fit(module, callbacks=callbacks, precision=precision)
         assert module.policy is not None
-        assert any(getattr(part, "gradient_checkpointing", False) for part in module.policy.model.modules()) == saving
+        saves = any(getattr(part, "gradient_checkpointing", False) for part in module.policy.model.modules())
+        assert saves == bool(saving)
         found.append(weights_of(module))
-    assert all(torch.equal(found[1][name], weight) for name, weight in found[0].items())
+    assert all(torch.equal(other[name], weight) for name, weight in found[0].items() for other in found[1:])
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from lightning_rl.policy.activation_checkpointing import Checkpointing, checkpoint_layers
 from lightning_rl.policy.attention import AUTO
 from lightning_rl.policy.context_window import context_window, depends_on_batch
 from lightning_rl.policy.lora import base_model_of, check_adapters
@@ -222,7 +223,7 @@ def build_policy(
     packed: bool,
     attention: str = AUTO,
     batch_invariant: bool = False,
-    checkpointing: bool = False,
+    checkpointing: Checkpointing | None = None,
     split: bool = False,
 ) -> PolicyModel:
     """Return policy and critic, without dropout and with a forward that agrees with the model's own.
@@ -234,7 +235,7 @@ def build_policy(
         packed: True to run microbatches without padding.
         attention: Kernel for packed sequences.
         batch_invariant: True for log-probabilities whose bits do not depend on the batch.
-        checkpointing: True for activation checkpointing.
+        checkpointing: Mode of activation checkpointing.
         split: True to build the policy on the meta device if it comes from a folder and has no separate critic;
             :meth:`PolicyModel.fill` loads and checks it after sharding.
 
@@ -255,8 +256,7 @@ def build_policy(
     for part, role in roles.items() if files is None else ():
         check_forward(part, role, packed=packed)
     for part in roles if checkpointing else ():
-        enable = getattr(part, "activation_checkpointing_enable", None) or part.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        checkpoint_layers(part, checkpointing)
     return built.train()  # transformers checkpoints activations only in train mode; dropout was ruled out
 
 

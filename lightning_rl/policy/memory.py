@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
+from lightning_rl.policy.activation_checkpointing import Checkpointing
 from lightning_rl.policy.model import PolicyModel, Scorer
 
 GIB = 2**30
@@ -111,6 +112,12 @@ class LayerSizes:
             inputs, feed_forward = 5, 4 * compute * self.feed_forward
         return norms + attention + feed_forward + compute * self.hidden * (inputs if compute < residual else 2)
 
+    def products(self, *, compute: int, residual: int) -> int:
+        """Count the bytes per token of the results of matrix products and attention, args as :meth:`activations`."""
+        attention = compute * (2 * self.query + 2 * self.key_value + self.hidden)
+        number = residual * self.experts if self.experts else compute  # experts compute in the dtype of hidden states
+        return attention + number * (self.hidden + 2 * self.feed_forward)
+
     def cache(self, *, layers: int, itemsize: float) -> float:
         """Count the bytes per token of the keys and values of all layers."""
         return 2 * layers * self.key_value * itemsize
@@ -141,7 +148,7 @@ class Activations:
         residual: int,
         head: float,
         kept_logits: float = 0,
-        checkpointing: bool = False,
+        checkpointing: Checkpointing | None = None,
         trained: bool = True,
     ) -> Self:
         """Count the bytes of a policy.
@@ -154,7 +161,7 @@ class Activations:
             residual: as there.
             head: bytes of the vocabulary head, :func:`head_bytes`.
             kept_logits: bytes of logits beyond a chunk that the head keeps for the backward.
-            checkpointing: True for activation checkpointing of layers.
+            checkpointing: mode of activation checkpointing of layers.
             trained: as there.
         """
         layer = tokens * sizes.activations(compute=compute, residual=residual, trained=trained)
@@ -162,9 +169,11 @@ class Activations:
         states = tokens * sizes.hidden * residual
         norm, angles = tokens * sizes.hidden * (4 + residual * trained), tokens * sizes.head * 2 * residual
         last = norm + states + angles  # states: the input of the head
+        products = tokens * sizes.products(compute=compute, residual=residual) * (checkpointing == "selective")
+        recomputed = (layer + casts - products) * (checkpointing is not None)
         return cls(
-            kept=last + layers * (states if checkpointing else layer + casts),
-            working=max(head + kept_logits + states, IN_FLIGHT * layer + (layer + casts) * checkpointing),
+            kept=last + layers * (states + products if checkpointing else layer + casts),
+            working=max(head + kept_logits + states, IN_FLIGHT * layer + recomputed),
             scoring=last + max(head, layer + casts),
         )
 
@@ -298,6 +307,7 @@ class MemoryPlan:
         root: Weights outside of the layers, which a sharding strategy keeps unsharded after a forward.
         gathered: Weights and gradients of layers that are unsharded in forward and backward.
         context: CUDA context and workspaces.
+        checkpointing: Mode of activation checkpointing with these activations.
     """
 
     weights: float
@@ -313,6 +323,7 @@ class MemoryPlan:
     root: float = 0
     gathered: float = 0
     context: float = CONTEXT
+    checkpointing: Checkpointing | None = None
 
     @property
     def resident(self) -> float:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_rl.policy.activation_checkpointing import MODES, Checkpointing
 from lightning_rl.policy.attention import ATTENTIONS, AUTO
 from lightning_rl.policy.compilation import BACKENDS
 from lightning_rl.utils.arguments import check_bools, check_choices, check_counts
@@ -21,7 +22,10 @@ class ModelOptions:
         compile: If True, compile the parts of each layer of policy, critic and reference with ``torch.compile`` and
             ``"inductor"``; the backends ``"aot_eager"`` and ``"eager"`` help to find an error.
         liger: If True, use liger-kernel for norms, rotary embeddings and gated feed-forwards; GPU only.
-        activation_checkpointing: If True, store only the inputs of the layers and recompute the rest in the backward.
+        activation_checkpointing: ``"full"`` to store only the inputs of the layers and recompute the rest in the
+            backward, ``"selective"`` to store also the results of matrix products and attention, which compiled layers
+            do by themselves; True for ``"selective"`` if its microbatches fit into the memory of the device by the
+            estimate of the doctor, otherwise ``"full"``. Results have the same bits.
         consistency: ``"bitwise"`` to make generation, scoring and update give the same bits for every token in every
             batch (:mod:`.policy.batch_invariance`). Without ``max_staleness`` the rollout then gives the old
             log-probabilities, and each first step on it checks them. Needs the embedded engine. Default: they differ
@@ -40,15 +44,19 @@ class ModelOptions:
     attention: str = AUTO
     compile: bool | str = False
     liger: bool = False
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | Checkpointing = False
     consistency: Literal["bitwise"] | None = None
 
     def __post_init__(self) -> None:
         """Check the options."""
         if self.max_tokens_per_microbatch is not None:
             check_counts(1, max_tokens_per_microbatch=self.max_tokens_per_microbatch)
-        flags = {"packing": self.packing, "activation_checkpointing": self.activation_checkpointing}
-        check_bools(**flags, liger=self.liger)
+        check_bools(packing=self.packing, liger=self.liger)
+        if not isinstance(self.activation_checkpointing, bool) and self.activation_checkpointing not in MODES:
+            raise ValueError(
+                f"expected activation_checkpointing to be True, False or one of {', '.join(MODES)}, got "
+                f"{self.activation_checkpointing!r}"
+            )
         check_choices(ATTENTIONS, attention=self.attention)
         if self.consistency not in (None, "bitwise"):
             raise ValueError(f'expected consistency to be "bitwise" or None, got {self.consistency!r}')
@@ -76,6 +84,11 @@ class ModelOptions:
     def bitwise(self) -> bool:
         """True if generation, scoring and update give the same bits."""
         return self.consistency is not None
+
+    @property
+    def checkpointing(self) -> Checkpointing | None:
+        """Mode of activation checkpointing; ``"full"`` if the memory chooses it."""
+        return "full" if self.activation_checkpointing is True else self.activation_checkpointing or None
 
     @property
     def backend(self) -> str | None:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from lightning_rl.distributed import Parallel, check_agreement, process_count
+from lightning_rl.policy.activation_checkpointing import Checkpointing, checkpoint_layers
 from lightning_rl.policy.attention import choose_attention, hardware_of
 from lightning_rl.policy.build import build_policy, build_scorer, model_and_files
 from lightning_rl.policy.compilation import compile_layers
@@ -102,9 +103,18 @@ class RunModels:
             packed=self.options.packing,
             attention=self.options.attention,
             batch_invariant=self.options.bitwise,
-            checkpointing=self.options.activation_checkpointing,
+            checkpointing=self._layer_mode(self.options.checkpointing),
             split=split,
         )
+
+    def checkpoint_activations(self, policy: PolicyModel, mode: Checkpointing) -> None:
+        """Change the mode of activation checkpointing of policy and critic."""
+        for model in policy.models():
+            checkpoint_layers(model, self._layer_mode(mode))
+
+    def _layer_mode(self, mode: Checkpointing | None) -> Checkpointing | None:
+        """Return the mode of layers: None for selective ones that are compiled, which keep products by themselves."""
+        return None if mode == "selective" and self.options.backend else mode
 
     def build_reference(self, parallel: Parallel, policy: PolicyModel, *, initial: bool) -> Scorer | None:
         """Return the reference, not sharded; None for a policy that without its adapters is the initial one.

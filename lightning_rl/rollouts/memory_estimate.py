@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_rl.generation.vllm.vllm_engine import CPU_CACHE, GPU_SHARE, VLLMEngine
 from lightning_rl.policy import PolicyModel, pack
+from lightning_rl.policy.activation_checkpointing import Checkpointing
 from lightning_rl.policy.logprobs import chunk_elements, kept_chunks
 from lightning_rl.policy.lora import adapters_of
 from lightning_rl.policy.memory import (
@@ -68,6 +69,8 @@ class Tokens:
 def memory_plan(module: Any, max_prompt_length: int, samples: Rollout | None = None) -> MemoryPlan:
     """Compute the memory of a run whose policy is built and whose optimizer is configured.
 
+    With ``activation_checkpointing=True``, the mode is selective if the update then fits into the memory of the device.
+
     Args:
         module: Module of the run.
         max_prompt_length: Number of tokens of the longest prompt.
@@ -88,11 +91,12 @@ def memory_plan(module: Any, max_prompt_length: int, samples: Rollout | None = N
         outside += size * (not any(part.isdigit() for part in name.split(".")))  # embeddings and head
     gathered = _bytes_of_numbers(module)[1] / policy.model.dtype.itemsize * parallel.sharded
     layer = (weights - outside) / _layer_count(policy)
-    activations = _activations(module, tokens.microbatch)
+    mode = module.models.options.checkpointing
+    activations = _activations(module, tokens.microbatch, mode)
     frozen = () if module.models.reference is None else module.models.reference.model.parameters()
     engine, cuda = _engine_bytes(module, tokens.row), module.device.type == "cuda"
     awake = not module.engine.capabilities.sleeps if isinstance(module.engine, VLLMEngine) else module.max_staleness
-    return MemoryPlan(
+    plan = MemoryPlan(
         weights=weights / shards,
         gradients=trained / (ranks if stage == 2 else shards),
         buckets=trained * parallel.copies_gradients,
@@ -106,7 +110,20 @@ def memory_plan(module: Any, max_prompt_length: int, samples: Rollout | None = N
         engine=engine,
         asleep=engine if awake else ENGINE_CONTEXT * (cuda and isinstance(module.engine, VLLMEngine)),
         context=CONTEXT * cuda,
+        checkpointing=mode,
     )
+    if module.models.options.activation_checkpointing is not True:
+        return plan
+    activations = _activations(module, tokens.microbatch, "selective")
+    faster = replace(plan, activations=activations.update, checkpointing="selective")
+    return faster if faster.phases()["update"] <= usable_memory(module.device, module.trainer.num_devices) else plan
+
+
+def checkpointing_that_fits(module: Any) -> Checkpointing | None:
+    """Return the mode of activation checkpointing of a run, as :func:`memory_plan`."""
+    if _missing_sizes(module):
+        return module.models.options.checkpointing
+    return memory_plan(module, module.data_module.max_prompt_length()).checkpointing
 
 
 def token_budget(module: Any) -> tuple[int, str]:
@@ -118,15 +135,15 @@ def token_budget(module: Any) -> tuple[int, str]:
     Args:
         module: Module of the run, whose policy is built and whose optimizer is configured.
     """
-    device, text = module.device, module.required_policy.model.config.get_text_config()
-    if missing := [name for name in ("hidden_size", "num_hidden_layers", "vocab_size") if not hasattr(text, name)]:
+    device = module.device
+    if missing := _missing_sizes(module):
         return MAX_TOKENS, f"the model has no {missing[0]} in its configuration, from which memory is estimated"
     largest = GPU_MAX_TOKENS if device.type == "cuda" else MAX_TOKENS
     usable = usable_memory(device, module.trainer.num_devices)
     plan = memory_plan(module, module.data_module.max_prompt_length())
 
     def peak(tokens: int) -> float:
-        part = _activations(module, tokens)
+        part = _activations(module, tokens, module.models.options.checkpointing)
         phases = replace(plan, activations=part.update, scoring=part.scoring).phases()
         return max(phases["score"], phases["update"])
 
@@ -135,7 +152,15 @@ def token_budget(module: Any) -> tuple[int, str]:
     return tokens, f"{each:.2g} MB per token, in {usable / GIB:.1f} GiB, of which weights and others take {fixed:.1f}"
 
 
-def _activations(module: Any, tokens: int) -> Activations:
+def _missing_sizes(module: Any) -> list[str]:
+    """Return the names that the configuration of the policy lacks for an estimate."""
+    text = module.required_policy.model.config.get_text_config()
+    return [name for name in ("hidden_size", "num_hidden_layers", "vocab_size") if not hasattr(text, name)]
+
+
+def _activations(module: Any, tokens: int, checkpointing: Checkpointing | None) -> Activations:
+    if checkpointing == "selective" and module.models.options.backend:
+        checkpointing = None  # an upper bound of what compiled layers keep
     policy, (compute, residual) = module.required_policy, _bytes_of_numbers(module)
     text: Any = policy.model.config.get_text_config()
     itemsize, adapted = min(policy.model.dtype.itemsize, residual), bool(adapters_of(policy.model))
@@ -155,7 +180,7 @@ def _activations(module: Any, tokens: int) -> Activations:
         residual=residual,
         head=head,
         kept_logits=max(4, itemsize) * min(max(0, logits - limit), kept_chunks(module.device) * limit) * (not adapted),
-        checkpointing=module.models.options.activation_checkpointing,
+        checkpointing=checkpointing,
         trained=not adapted,
     )
 

@@ -27,6 +27,7 @@ from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import RouterAuxLoss, RouterReplay
 from lightning_rl.corrections import Corrections, StepTrace
 from lightning_rl.policy import PolicyModel, pack
+from lightning_rl.policy.activation_checkpointing import Checkpointing
 from lightning_rl.policy.build import build_policy
 from lightning_rl.policy.expert_routes import routers_of
 from lightning_rl.policy.plan import plan_of_rows
@@ -48,7 +49,9 @@ def routed_rollout() -> Rollout:
     return rollout.replace(prompt_ids=rollout.prompt_ids[first], prompt_lengths=rollout.prompt_lengths[first])
 
 
-def a_policy(family: str = "qwen3_moe", *, packed: bool = True, checkpointing: bool = False) -> PolicyModel:
+def a_policy(
+    family: str = "qwen3_moe", *, packed: bool = True, checkpointing: Checkpointing | None = None
+) -> PolicyModel:
     model = partial(tiny_model, family, num_experts_per_tok=2)
     return build_policy(model, None, temperature=0.7, packed=packed, checkpointing=checkpointing)
 
@@ -139,10 +142,10 @@ def test_it_is_the_loss_of_transformers_over_the_inputs_that_predict_a_valid_tok
     assert not any(one.any() for name, one in gradients.items() if name not in found)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("checkpointing", [None, "full", "selective"])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("cut", [WHOLE, [[[11, 2, 5], [], [0, 1, 3], [4, 10, 9, 8, 7, 6]]]], ids=["whole", "cut"])
-def test_no_layout_moves_it(cut: Plans, packed: bool, checkpointing: bool) -> None:
+def test_no_layout_moves_it(cut: Plans, packed: bool, checkpointing: Checkpointing | None) -> None:
     rollout = routed_rollout()
     assert (pack(rollout, packed=packed).shared is not None) == packed
     value, gradients = step_of(a_policy(packed=False), rollout)

@@ -30,6 +30,7 @@ from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import DynamicSampling, ReferenceKL, RouterReplay
 from lightning_rl.generation import Completion, Request
 from lightning_rl.policy import PolicyModel
+from lightning_rl.policy.activation_checkpointing import Checkpointing
 from lightning_rl.policy.build import build_policy
 from lightning_rl.policy.expert_routes import ExpertReplay, MicrobatchRoutes, expert_weights, record_routes, routers_of
 from lightning_rl.policy.packing import join_sequences, pack
@@ -56,7 +57,7 @@ def routed_rollout(seed: int = 0) -> Rollout:
     )
 
 
-def a_policy(*, packed: bool = True, checkpointing: bool = False, **options: Any) -> PolicyModel:
+def a_policy(*, packed: bool = True, checkpointing: Checkpointing | None = None, **options: Any) -> PolicyModel:
     return build_policy(partial(moe, **options), None, temperature=0.7, packed=packed, checkpointing=checkpointing)
 
 
@@ -121,11 +122,14 @@ def test_routers_take_the_given_experts_with_weights_of_their_own(normalised: bo
 @pytest.mark.parametrize(
     ("packed", "checkpointing", "cut"),
     [
-        pytest.param(True, True, [range(4), range(4, 12)], id="packed, checkpointed"),
-        pytest.param(False, False, [[11, 2, 5], [], [0, 1, 3, 4, 10, 9, 8, 7, 6]], id="padded, kept"),
+        pytest.param(True, "full", [range(4), range(4, 12)], id="packed, checkpointed"),
+        pytest.param(True, "selective", [range(4), range(4, 12)], id="packed, selectively"),
+        pytest.param(False, None, [[11, 2, 5], [], [0, 1, 3, 4, 10, 9, 8, 7, 6]], id="padded, kept"),
     ],
 )
-def test_no_layout_changes_what_is_replayed(packed: bool, checkpointing: bool, cut: list[list[int]]) -> None:
+def test_no_layout_changes_what_is_replayed(
+    packed: bool, checkpointing: Checkpointing | None, cut: list[list[int]]
+) -> None:
     rollout = routed_rollout()
     expected, plain = step_of(rollout), step_of(rollout, replay=False)
     found = step_of(rollout, cut, packed=packed, checkpointing=checkpointing)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ from lightning_rl.cli.recipes import Recipe
 from lightning_rl.generation import Request
 from lightning_rl.generation.fake import FakeEngine
 from lightning_rl.policy.memory import GIB, EngineRoom, MemoryPlan
+from lightning_rl.rollouts import memory_estimate
 from lightning_rl.rollouts.memory_estimate import memory_plan
 from lightning_rl.utils.finding import Finding
 
@@ -338,12 +340,26 @@ def test_memory_follows_the_options() -> None:
     plain = plan_of(optimizer=partial(SGD, lr=1e-3))
     assert plain.optimizer == 0
     assert plan_of(callbacks=[ReferenceKL(as_loss=True)]).reference == plain.weights
-    assert plan_of(activation_checkpointing=True).activations < plain.activations
+    full, selective = (plan_of(activation_checkpointing=mode).activations for mode in ("full", "selective"))
+    assert full < selective < plain.activations
+    compiled = {
+        name: plan_of(activation_checkpointing=name, compile="eager").activations for name in (False, "selective")
+    }
+    assert compiled[False] == compiled["selective"] == plain.activations, "compiled layers keep products by themselves"
     assert plan_of(max_tokens_per_microbatch=64).activations < plain.activations
     mixed = plan_of(precision="bf16-mixed")
     assert mixed.weights == plain.weights
     assert mixed.engine == 3 / 4 * plain.engine  # rotary embeddings make float32 of keys
     assert mixed.activations < plain.activations
+
+
+def test_activation_checkpointing_is_selective_where_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = partial(plan_of, max_tokens_per_microbatch=10**6)
+    needed = plan(activation_checkpointing="selective").phases()["update"]
+    for usable, mode in ((needed, "selective"), (needed - 1, "full")):
+        monkeypatch.setattr(memory_estimate, "usable_memory", lambda *_, usable=usable: usable)
+        assert plan(activation_checkpointing=True) == plan(activation_checkpointing=mode)
+        assert plan(activation_checkpointing=True).checkpointing == mode
 
 
 def test_activations_are_those_of_the_largest_microbatch() -> None:
@@ -400,13 +416,14 @@ def test_a_server_takes_nothing_of_the_trainers_device() -> None:
     assert plan_of(engine=FakeEngine(lambda _: [1])).engine == 0
 
 
-def plan_of_7b(**parts: float) -> MemoryPlan:
+def plan_of_7b(**parts: Any) -> MemoryPlan:
     """Qwen2.5-7B under bf16-mixed beside a VLLMEngine on one device of 141 GB."""
     weights = 4 * 7.616e9
-    return MemoryPlan(**{
-        "weights": weights, "gradients": weights, "optimizer": 2 * weights, "activations": 1e9, "scoring": 1e9,
-        "engine": 0.4 * H200, "asleep": GIB, **parts,
-    })  # fmt: skip
+    plan = MemoryPlan(
+        weights=weights, gradients=weights, optimizer=2 * weights, activations=1e9, scoring=1e9, engine=0.4 * H200,
+        asleep=GIB,
+    )  # fmt: skip
+    return replace(plan, **parts)
 
 
 H200 = 150.1e9

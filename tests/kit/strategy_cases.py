@@ -97,8 +97,8 @@ def truncated_on_one_rank(request: Request) -> Sequence[int]:
 OPTIONS: dict[str, dict[str, Any]] = {
     "critic": {"advantages": "gae", "critic": "shared"},
     "one microbatch": {"max_tokens_per_microbatch": 10_000},
-    "checkpointing": {"activation_checkpointing": True},
-    "compiled": {"activation_checkpointing": True, "compile": "aot_eager"},
+    "checkpointing": {"activation_checkpointing": "selective"},
+    "compiled": {"activation_checkpointing": "full", "compile": "aot_eager"},
     "conversations": {**CONVERSATIONS, "sampling": SamplingParams(max_new_tokens=9, eos_token_ids=TURN_ENDS)},
     "contexts": {
         **CONVERSATIONS,

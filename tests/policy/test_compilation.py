@@ -19,6 +19,7 @@ from lightning_rl import RLLightningModule
 from lightning_rl.callbacks import ReferenceKL, TruncatedIS
 from lightning_rl.distributed import Parallel
 from lightning_rl.policy import ModelOptions, PolicyModel, pack
+from lightning_rl.policy.activation_checkpointing import Checkpointing
 from lightning_rl.policy.build import build_policy
 from lightning_rl.policy.compilation import compile_layers, has_compilation
 from lightning_rl.policy.lora import adapters_off
@@ -47,7 +48,9 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def policies(family: str, backend: str, *, checkpointing: bool = False, packed: bool = True) -> list[PolicyModel]:
+def policies(
+    family: str, backend: str, *, checkpointing: Checkpointing | None = None, packed: bool = True
+) -> list[PolicyModel]:
     """The same policy with a critic, as it is and compiled."""
     source: Any = partial(lora_policy, torch.float64) if family == "lora" else partial(tiny_model, family)
     built = partial(build_policy, source, "shared", temperature=0.7, packed=packed, checkpointing=checkpointing)
@@ -69,9 +72,9 @@ def differentiate(policy: PolicyModel, seed: int, *, packed: bool = True) -> lis
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "checkpointing"),
-    [("qwen2", False), ("lora", True), ("gemma3_text", False)],
+    [("qwen2", None), ("lora", "full"), ("gemma3_text", None)],
 )
-def test_values_and_gradients_are_those_of_the_model_as_it_is(family: str, checkpointing: bool) -> None:
+def test_values_and_gradients_are_those_of_the_model_as_it_is(family: str, checkpointing: Checkpointing | None) -> None:
     plain, compiled = policies(family, "aot_eager", checkpointing=checkpointing)
     for seed in range(3):
         tolerance = 1e-4 if family == "gemma3_text" else 1e-10  # its norms are float32

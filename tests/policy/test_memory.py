@@ -24,6 +24,7 @@ from transformers import (
     OPTConfig,
 )
 
+from lightning_rl.policy.activation_checkpointing import Checkpointing
 from lightning_rl.policy.build import build_policy
 from lightning_rl.policy.logprobs import chunk_elements, kept_chunks
 from lightning_rl.policy.memory import (
@@ -83,7 +84,9 @@ PRECISIONS = {
 }
 
 
-def policy_of(family: str, precision: Precision, *, checkpointing: bool, lora: bool = False, **options: Any) -> Any:
+def policy_of(
+    family: str, precision: Precision, *, checkpointing: Checkpointing | None = None, lora: bool = False, **options: Any
+) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family][0], **options})
     model: Any = AutoModelForCausalLM.from_config(config)
@@ -102,9 +105,20 @@ def layout_of(tokens: int) -> Layout:
     return pack(Rollout.of_samples(prompts, rows, groups=range(len(rows))))
 
 
+def note(build: Callable[..., None], tensors: list[Tensor]) -> Callable[..., None]:
+    """Return a constructor that also appends the tensors it gets."""
+
+    def building(self: object, value: object) -> None:
+        tensors.extend([value] if isinstance(value, Tensor) else [])
+        build(self, value)
+
+    return building
+
+
 def kept_by(policy: PolicyModel, forward: Callable[[], Tensor]) -> int:
-    """Bytes of the storages that autograd keeps of a forward, those of parameters and buffers left out."""
+    """Bytes of the storages that autograd and checkpoints keep of a forward, without parameters and buffers."""
     held, kept = {one.untyped_storage().data_ptr() for one in (*policy.parameters(), *policy.buffers())}, {}
+    results = list[Tensor]()
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -112,14 +126,24 @@ def kept_by(policy: PolicyModel, forward: Callable[[], Tensor]) -> int:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    wrapper = torch.utils.checkpoint._VersionWrapper  # noqa: SLF001  a kept result of a selective checkpoint
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wrapper, "__init__", note(wrapper.__init__, results))
         result = forward()
+    for tensor in results:
+        keep(tensor)
     assert result.requires_grad  # the graph lives, and with it every storage: none was counted under an old address
     return sum(kept.values())
 
 
 def planned(
-    family: str, policy: Any, layout: Layout, precision: Precision, *, checkpointing: bool, lora: bool = False
+    family: str,
+    policy: Any,
+    layout: Layout,
+    precision: Precision,
+    *,
+    checkpointing: Checkpointing | None = None,
+    lora: bool = False,
 ) -> Activations:
     config, exact = policy.model.config, max(4, precision.weights.itemsize)  # the CPU multiplies the head in float32
     logits, limit = len(layout.source) * config.vocab_size, chunk_elements(torch.device("cpu"))
@@ -140,10 +164,12 @@ def planned(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [None, "full", "selective"])
 @pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_activations_are_those_that_autograd_keeps(family: str, precision: Precision, checkpointing: bool) -> None:
+def test_activations_are_those_that_autograd_keeps(
+    family: str, precision: Precision, checkpointing: Checkpointing | None
+) -> None:
     policy, layout = policy_of(family, precision, checkpointing=checkpointing), layout_of(1500)
     with precision.context():
         kept = kept_by(policy, lambda: policy(layout).logprobs)
@@ -151,22 +177,30 @@ def test_activations_are_those_that_autograd_keeps(family: str, precision: Preci
     assert plan.kept == pytest.approx(kept, rel=CLOSE)
 
 
+@pytest.mark.parametrize("checkpointing", [None, "selective"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_activations_beside_frozen_weights_are_those_that_autograd_keeps(family: str) -> None:
+def test_activations_beside_frozen_weights_are_those_that_autograd_keeps(
+    family: str, checkpointing: Checkpointing | None
+) -> None:
     precision, layout = PRECISIONS["bf16-mixed"], layout_of(1500)
-    policy = policy_of(family, precision, checkpointing=False, lora=True)
+    policy = policy_of(family, precision, checkpointing=checkpointing, lora=True)
     with precision.context():
         kept = kept_by(policy, lambda: policy(layout).logprobs)
-    plan = planned(family, policy, layout, precision, checkpointing=False, lora=True)
+    plan = planned(family, policy, layout, precision, checkpointing=checkpointing, lora=True)
     assert plan.kept == pytest.approx(kept, rel=CLOSE)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "checkpointing", "vocabulary"),
-    [("bf16-mixed", False, 64), ("bf16-mixed", True, 4096), ("32-true", True, 64), ("bf16-true", False, 4096)],
-)
-def test_the_height_of_an_update_is_that_of_the_allocator(name: str, checkpointing: bool, vocabulary: int) -> None:
+    [
+        ("bf16-mixed", None, 64), ("bf16-mixed", "full", 4096), ("bf16-mixed", "selective", 64),
+        ("32-true", "full", 64), ("32-true", "selective", 4096), ("bf16-true", None, 4096),
+    ],
+)  # fmt: skip
+def test_the_height_of_an_update_is_that_of_the_allocator(
+    name: str, checkpointing: Checkpointing | None, vocabulary: int
+) -> None:
     precision = PRECISIONS[name]
     policy = policy_of("qwen2", precision, checkpointing=checkpointing, vocab_size=vocabulary)
     layout = layout_of(1000)

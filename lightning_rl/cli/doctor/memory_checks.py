@@ -39,6 +39,7 @@ def memory(module: RLLightningModule, samples: Rollout | None = None) -> Iterato
     """Check that every phase fits on the device, with the lengths of sampled conversations if there are any."""
     plan = memory_plan(module, module.data_module.max_prompt_length(), samples)
     by_part = ", ".join(f"{PARTS[name]} {_size(part)}" for name in PARTS if (part := getattr(plan, name)))
+    by_part += "" if plan.checkpointing is None else f' (activation_checkpointing="{plan.checkpointing}")'
     by_phase = ", ".join(f"{name} {_size(phase)}" for name, phase in plan.phases().items())
     basis = "" if samples is None else f" for conversations like the {len(samples)} sampled ones"
     yield fact("memory", f"estimated{basis}, per device: {by_part}\n{by_phase}")
