@@ -15,7 +15,16 @@ import torch
 from environments.templates import FAMILIES, close_of, tokenizer_of
 from kit.conversations import talking_module
 from kit.streaming_memory import peaks
-from kit.support import a_trainer, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
+from kit.support import (
+    a_trainer,
+    fit,
+    parity_reward,
+    tiny_model,
+    tiny_module,
+    tiny_policy,
+    tiny_prompts,
+    tiny_tokenizer,
+)
 from lightning.pytorch import Trainer
 from tokenizers.processors import TemplateProcessing
 from torch.optim import SGD, AdamW
@@ -27,7 +36,7 @@ from lightning_rl.callbacks import OPSM, ReferenceKL, TruncatedIS
 from lightning_rl.cli.doctor import recipe_checks
 from lightning_rl.cli.doctor.command import examine
 from lightning_rl.cli.doctor.memory_checks import engine_room, too_much
-from lightning_rl.cli.doctor.recipe_checks import bridges, tokenizer
+from lightning_rl.cli.doctor.recipe_checks import bridges, kernels, tokenizer
 from lightning_rl.cli.doctor.sample_checks import draw_samples
 from lightning_rl.cli.main import main
 from lightning_rl.cli.recipes import Recipe
@@ -360,6 +369,26 @@ def test_activation_checkpointing_is_selective_where_memory_allows(monkeypatch: 
         monkeypatch.setattr(memory_estimate, "usable_memory", lambda *_, usable=usable: usable)
         assert plan(activation_checkpointing=True) == plan(activation_checkpointing=mode)
         assert plan(activation_checkpointing=True).checkpointing == mode
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "advised"),
+    [
+        ("cuda", {}, "liger=True or compile=True"),
+        ("cuda", {"policy": partial(tiny_model, "qwen3_moe")}, "liger=True"),
+        ("cuda", {"compile": "eager"}, None),
+        ("cuda", {"consistency": "bitwise"}, None),
+        ("cpu", {}, None),
+    ],
+)
+def test_fused_kernels_are_advised_on_a_gpu(
+    device: str, options: dict[str, Any], advised: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tiny_module(**options)
+    module.policy = module.models.build_policy()
+    monkeypatch.setattr(type(module), "device", torch.device(device))
+    found = [one.observed for one in kernels(module)]
+    assert len(found) == bool(advised) and all(text.startswith(f"ModelOptions({advised}) ") for text in found)
 
 
 def test_activations_are_those_of_the_largest_microbatch() -> None:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_rl.cli.doctor.findings import error, fact, paragraph, warning
 from lightning_rl.cli.doctor.memory_checks import memory
-from lightning_rl.cli.doctor.recipe_checks import batches, bridges, eos, prompts, tokenizer, versions
+from lightning_rl.cli.doctor.recipe_checks import batches, bridges, eos, kernels, prompts, tokenizer, versions
 from lightning_rl.cli.doctor.sample_checks import draw_samples, engine_logprobs, first_texts, rewards, truncation
 from lightning_rl.cli.output import say
 from lightning_rl.cli.recipes import Recipe, load_recipe, run_until_fit, starts_itself
@@ -124,7 +124,7 @@ class _Examination(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         module = cast(RLLightningModule, pl_module)
-        for check in (tokenizer, eos, prompts, bridges):
+        for check in (tokenizer, eos, prompts, bridges, kernels):
             self.add(check(module))
         if not module.environments:
             self.add(memory(module))
