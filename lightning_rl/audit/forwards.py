@@ -1,6 +1,7 @@
 """Forward passes of the models on a few rows, by the run's own path and by a model's plain one."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -135,17 +136,23 @@ def silent_parameters(module: RLLightningModule, step: StepEvidence) -> list[str
     if not len(rows):
         return []
     layout, policy = _microbatch_of(module, rows).layout, module.required_policy
-    modes = [(part, part.training) for part in policy.modules()]
 
     def outputs_with(moved: Mapping[str, Tensor]) -> Tensor:
         outputs = functional_call(policy, dict(moved), (layout,))._asdict()
         return torch.cat([outputs[name].double().flatten() for name, here in trained.items() if here])
 
     few = names[:: max(len(names) // SILENT, 1)][:SILENT]
+    with _eval_mode(policy), module.trainer.precision_plugin.forward_context():
+        return list(dependencies(policy, few, outputs_with))
+
+
+@contextmanager
+def _eval_mode(policy: nn.Module) -> Iterator[None]:
+    """Run without activation checkpoints inside, whose selective ones allow a single backward."""
+    modes = [(part, part.training) for part in policy.modules()]
     policy.eval()
     try:
-        with module.trainer.precision_plugin.forward_context():
-            return list(dependencies(policy, few, outputs_with))
+        yield
     finally:
         for part, training in modes:
             part.training = training
@@ -200,7 +207,7 @@ def token_gradients(module: RLLightningModule, rows: Rollout) -> tuple[Tensor, .
         return tuple(totals)
 
     gradients = list[Tensor]()
-    with torch.enable_grad(), module.trainer.precision_plugin.forward_context():
+    with _eval_mode(policy), torch.enable_grad(), module.trainer.precision_plugin.forward_context():
         for forward in (by_the_run, plainly):
             leaves = {name: weight.detach().clone().requires_grad_() for name, weight in trained}
             for total in forward(leaves):
