@@ -41,16 +41,17 @@ class CodeTests:
       names, such as ``f`` or ``Solution().f``. A program can cheat such tests, so use the other kinds where that
       matters.
 
-    Numbers that are decimal fractions have the tolerance of ``numpy.allclose``. A program under a call or code is a
+    Numbers that are decimal fractions have the tolerance of ``numpy.allclose``, and a printed 2.0 is 2. Keys of an
+    argument that are all integers as text, as JSON has them, may be integers. A program under a call or code is a
     module that is imported, by tests as ``solution`` or another name in ``code_driver.NAMES``: its ``__name__`` is not
     ``"__main__"``, and it scores 0 if it reads stdin, exits or raises without asking for that.
 
     The tests of a row are a list of tests, a single test, a mapping of lists ``{"inputs": [...], "outputs": [...]}``
     with or without ``"fn_name"``, one of CodeContests (``{"input": [...], "output": [...]}``, also under
     ``public_tests``, ``private_tests`` and ``generated_tests``), or JSON of one of these. A row with other tests or
-    keys, invalid Python, or code that tests nothing or needs a module or fixture that the sandbox does not have, gets
-    NaN, is left out of training and is counted as failed; a warning shows the first, and the file of failed samples
-    has each as ``reason``.
+    keys, invalid Python, an output above the sandbox's limit, or code that tests nothing or needs a module, a fixture
+    or, beside ``candidate``, a name that it does not have, gets NaN, is left out of training and is counted as failed;
+    a warning shows the first, and the file of failed samples has each as ``reason``.
 
     Args:
         tests: Name of the column with the tests of each row.
@@ -98,7 +99,8 @@ class CodeTests:
         texts = texts_of(completions)
         column = column_of(columns, self.tests, len(texts), option="tests", reward=self)
         names, metadata = (columns.get(name, [None] * len(texts)) for name in (ENTRY_POINT, METADATA))
-        cases = [read_tests(*row) for row in zip(column, names, metadata, strict=True)]
+        limit = self.sandbox.output
+        cases = [read_tests(*row, max_output=limit) for row in zip(column, names, metadata, strict=True)]
         with ThreadPoolExecutor(self.parallel) as pool:
             scores = list(pool.map(self._score, texts, cases))
         reasons = [str(score) if isinstance(score, Exception) else None for score in scores]

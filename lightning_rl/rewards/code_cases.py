@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_rl.rewards.answer_match import UnreadableReference
-from lightning_rl.rewards.code_driver import NAMES, plain
+from lightning_rl.rewards.code_driver import NAMES, plain, with_int_keys
 
 ENTRY_POINT, METADATA = "entry_point", "metadata"
 CALLS, PROGRAMS = ("function_call", "functional"), (None, "stdin", "stdin_stdout")
@@ -31,6 +31,9 @@ IMPORTS = (  # that starters of LeetCode, LiveCodeBench and APPS take for grante
     "from functools import *; from heapq import *; from itertools import *; from math import *\n"
     "from operator import *; from random import randint; from string import ascii_lowercase, ascii_uppercase, digits\n"
     "from typing import *\n"
+    "class ListNode:\n    def __init__(self, val=0, next=None):\n        self.val, self.next = val, next\n"
+    "class TreeNode:\n    def __init__(self, val=0, left=None, right=None):\n"
+    "        self.val, self.left, self.right = val, left, right\n"
 )
 COLUMNS = ("public_tests", "private_tests", "generated_tests")  # of CodeContests
 ASSERTS = re.compile("assert|expect|fail|check|raise|verify|exit", re.IGNORECASE)
@@ -64,7 +67,7 @@ class Script:
     Attributes:
         code: Python code.
         modules: Modules that it imports.
-        runner: Option of :func:`.code_driver.main`, as are ``tests`` and ``imports``.
+        runner: Option of :func:`.code_driver.main`, as are ``tests``, ``imports`` and ``entered``.
     """
 
     code: str
@@ -72,6 +75,7 @@ class Script:
     runner: str | None = None
     tests: tuple[str, ...] = ()
     imports: str = ""
+    entered: bool = False
 
     def program(self, source: str, mark: str) -> tuple[str, str]:
         """Return the program of the sandbox and its stdin."""
@@ -89,6 +93,11 @@ class Script:
                 f'expected a test that imports modules of the sandbox, or the program as "{NAMES[0]}", got '
                 f"{missing!r:.200}: install it there, or rename it in the test"
             )
+        if undefined := result.get("undefined"):
+            raise UnreadableReference(
+                f"expected a test that uses names of itself and the function to check, got {undefined!r:.200}, which "
+                f"neither defines: add the definition to the test {self.code!r:.200}"
+            )
         if unfit := result.get("unfit"):
             raise UnreadableReference(f"expected a test that {self.runner} can run, got {self.code!r:.200}: {unfit}")
         return result.get("passed") is True
@@ -102,15 +111,18 @@ class FunctionCall:
         name: Name of the function.
         arguments: Positional arguments, or keyword arguments as a mapping.
         wanted: Values of which it has to return one, as JSON gives them.
+        int_keys: Option of :func:`.code_driver.main`.
     """
 
     name: str
     arguments: Sequence[Any] | Mapping[str, Any]
     wanted: Sequence[Any]
+    int_keys: bool = False
 
     def program(self, source: str, mark: str) -> tuple[str, str]:
         """Return the program of the sandbox and its stdin."""
-        return _driver(source, mark, imports=IMPORTS, function=self.name, arguments=self.arguments), ""
+        options = {"function": self.name, "arguments": self.arguments, "int_keys": self.int_keys}
+        return _driver(source, mark, imports=IMPORTS, **options), ""
 
     def accepts(self, stdout: str, mark: str) -> bool:
         """Return True if the result is right."""
@@ -151,10 +163,12 @@ def _close(value: Any, wanted: Any) -> bool:
 
 
 def _line_is(line: str, wanted: str) -> bool:
-    """Return True if lines are equal; decimal fractions among their words have a tolerance."""
+    """Return True if lines are equal; decimal fractions among their words have a tolerance, and 2.0 is 2."""
     words, targets = (re.split(r"(\s+)", text.rstrip()) for text in (line, wanted))
     return len(words) == len(targets) and all(
-        word == target or (_is_fraction(target) and NUMBER.fullmatch(word) and _close(float(word), float(target)))
+        word == target
+        or (_is_fraction(target) and NUMBER.fullmatch(word) and _close(float(word), float(target)))
+        or (NUMBER.fullmatch(target) and re.fullmatch(rf"{re.escape(target)}\.0*", word))
         for word, target in zip(words, targets, strict=True)
     )
 
@@ -172,19 +186,38 @@ class AnyOf(NamedTuple):
 Test = InputOutput | Script | FunctionCall | AnyOf
 
 
-def read_tests(tests: Any, entry_point: Any = None, metadata: Any = None) -> list[Test] | UnreadableReference:
+def read_tests(
+    tests: Any, entry_point: Any = None, metadata: Any = None, *, max_output: int | None = None
+) -> list[Test] | UnreadableReference:
     """Return the tests of a row, an empty list if the reward does not apply, or the parse error.
 
     Args:
         tests: Value of the column with the tests.
         entry_point: Value of the column ``entry_point``: name of the function to test.
         metadata: Value of the column ``metadata``: a mapping, or JSON of one, with this name as ``func_name``.
+        max_output: Bytes that a program can print; None for no limit.
     """
     name = entry_point if entry_point is not None else _function_of(metadata)
     try:
-        return [] if tests is None else [_test_of(test, name) for test in _list_of(tests)]
+        read = [] if tests is None else [_test_of(test, name) for test in _list_of(tests)]
+        if max_output is not None and (size := max(map(_bytes_of, read), default=0)) > max_output:
+            raise UnreadableReference(
+                f"expected an output of at most {max_output} bytes, got a test that wants {size}, which no program can "
+                "print in this sandbox: raise Sandbox(output=), or leave the test out"
+            )
+        return read
     except UnreadableReference as error:
         return error
+
+
+def _bytes_of(test: Test) -> int:
+    """Return the size of the smallest output that passes."""
+    if isinstance(test, AnyOf):
+        return min(map(_bytes_of, test.tests))
+    if isinstance(test, Script):
+        return 0
+    texts = [test.wanted.strip()] if isinstance(test, InputOutput) else map(json.dumps, test.wanted)
+    return min(len(text.encode(errors="replace")) for text in texts)
 
 
 def _function_of(metadata: Any) -> Any:
@@ -265,10 +298,13 @@ def _call(test: Mapping[str, Any], name: Any) -> Test:
     wanted += [value[0] for value in wanted if isinstance(value, list | tuple) and len(value) == 1]
     try:
         wanted = json.loads(json.dumps(wanted, default=plain))
-        calls = [
-            FunctionCall(method[2], json.loads(json.dumps(arguments, default=plain)), wanted)
-            for arguments in _arguments(given)
-        ]
+        calls = list[FunctionCall]()
+        for arguments in _arguments(given):
+            text = json.dumps(arguments, default=plain)
+            values = json.loads(text)
+            calls.append(FunctionCall(method[2], values, wanted))
+            if json.loads(text, object_hook=with_int_keys) != values:  # JSON has no integers as keys
+                calls.append(FunctionCall(method[2], values, wanted, int_keys=True))
     except (TypeError, ValueError) as error:
         raise UnreadableReference(f"expected arguments and a result that JSON can hold, got {test!r:.200}") from error
     return calls[0] if len(calls) == 1 else AnyOf(calls)
@@ -330,7 +366,9 @@ def _script(test: str, entry_point: Any) -> Script:
         candidate = (
             f"candidate = {owner}().{name} if hasattr(globals().get({owner!r}), {name!r}) else globals()[{name!r}]"
         )
-        return Script(f"{candidate}\n{test}" + ("\ncheck(candidate)" if checks else ""), modules, imports=IMPORTS)
+        return Script(
+            f"{candidate}\n{test}" + ("\ncheck(candidate)" if checks else ""), modules, imports=IMPORTS, entered=True
+        )
     if statements and not checks:
         return Script(test, modules)
     raise UnreadableReference(

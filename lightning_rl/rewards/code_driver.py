@@ -31,8 +31,10 @@ def main(
     modules: Sequence[str] = (),
     runner: str | None = None,
     tests: Sequence[str] = (),
+    entered: bool = False,
     function: str = "",
     arguments: Any = (),
+    int_keys: bool = False,
 ) -> None:
     """Import a program, run code or call a function in its module, and print the result after the mark.
 
@@ -44,8 +46,10 @@ def main(
         modules: Modules that the code imports.
         runner: ``"unittest"`` or ``"pytest"`` for tests that it runs; None if the code runs all tests.
         tests: Names of the tests of the runner.
+        entered: The code needs no name of the program but the one that it takes as ``candidate``.
         function: Function of the module, or method of its class ``Solution``, to call.
         arguments: Positional arguments, or keyword arguments as a mapping.
+        int_keys: Pass mappings whose keys are all digits with integers as keys.
     """
 
     def say(**result: Any) -> None:
@@ -63,18 +67,30 @@ def main(
         return
     names: dict[str, Any] = {}
     exec(imports, names)
-    scope["__builtins__"] = {**names, **vars(builtins)}
+    for name, value in names.items():
+        vars(builtins).setdefault(name, value)
     exec(compile(program, path, "exec"), scope)
     if function:
         owner = scope["Solution"]() if hasattr(scope.get("Solution"), function) else None
         call = getattr(owner, function) if owner else scope[function]
+        arguments = json.loads(json.dumps(arguments), object_hook=with_int_keys) if int_keys else arguments
         say(result=call(**arguments) if isinstance(arguments, dict) else call(*arguments))
         return
     scope["__name__"] = "test_solution" if runner else "__main__"
     sys.modules[scope["__name__"]] = module
     if runner:
         vars(unittest)["main"] = lambda *_, **__: None
-    exec(compile(code, "test_solution.py", "exec"), scope)
+    try:
+        exec(compile(code, "test_solution.py", "exec"), scope)
+    except NameError as error:
+        place = error.__traceback__
+        while place and place.tb_next:
+            place = place.tb_next
+        own = place is not None and place.tb_frame.f_code.co_filename == "test_solution.py"
+        if not (entered and own and type(error) is NameError and "candidate" in scope):
+            raise
+        say(undefined=error.name)
+        return
     if runner is None:
         say(passed=True)
     else:
@@ -121,3 +137,9 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     return list(value) if hasattr(value, "__iter__") else float(value)
+
+
+def with_int_keys(value: dict[str, Any]) -> dict[Any, Any]:
+    """Return a mapping with integers as keys if all of its keys are integers as text."""
+    integers = all(re.fullmatch("0|-?[1-9][0-9]{0,99}", key) for key in value)
+    return {int(key): each for key, each in value.items()} if integers else value

@@ -9,7 +9,7 @@ import time
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_rl.processes.command import Ending, SandboxResult
 from lightning_rl.rewards.sandbox import SandboxUnavailable
@@ -17,7 +17,6 @@ from lightning_rl.utils.arguments import check_counts, check_numbers
 from lightning_rl.utils.http import Client, Refused, Unanswered, quote, read_url
 
 KILLED = 128 + 9
-OUTPUT = 2**16  # bytes of a program's output
 DELAY = 1.0  # seconds before the first retry
 STATUSES = ("Success", "Failed")  # of a program; any other status is an error of the service
 ENDINGS: dict[str, Ending] = {"Finished": "exited", "TimeLimitExceeded": "too long"}
@@ -49,6 +48,7 @@ class SandboxService:
     memory: int | None = None
     patience: float = 30.0
     retries: int = 3
+    output: ClassVar[int] = 2**16  # maximum size of the output in bytes
 
     def __post_init__(self) -> None:  # noqa: D105
         check_numbers(above=0, finite=True, seconds=self.seconds, patience=self.patience)
@@ -115,6 +115,6 @@ class SandboxService:
             raise SandboxUnavailable(f"expected {self.url} to return the result of a program, got {said}") from error
         if ending is None:
             raise Unanswered(f"{self.url}/run_code reported an error: {quote(str(answer))}")
-        if len(out.encode(errors="replace")) + len(err.encode(errors="replace")) > OUTPUT:
-            ending, out, err = "too much output", out[:OUTPUT], err[:OUTPUT]
+        if len(out.encode(errors="replace")) + len(err.encode(errors="replace")) > SandboxService.output:
+            ending, out, err = "too much output", out[: SandboxService.output], err[: SandboxService.output]
         return SandboxResult(ending=ending, code=code, stdout=out, stderr=err, seconds=seconds)

@@ -190,7 +190,19 @@ TWICE = "def f(x):\n    return 2 * x"
         ("f = lambda a, b: a - b", {"input": {"b": 1, "a": 3}, "output": 2, "fn_name": "f"}, {}, 1.0),
         ("f = lambda a, b: a - b", {"input": '{"b": 1, "a": 3}', "output": "2", "fn_name": "f"}, {}, 1.0),
         ("f = lambda d: d['a']", {"input": {"b": 1, "a": 3}, "output": 3, "fn_name": "f"}, {}, 1.0),
+        ("f = lambda d: d[-1][0]", {"inputs": [[{"-1": [5]}]], "outputs": [5], "fn_name": "f"}, {}, 1.0),
+        ("f = lambda d: d['1']", {"inputs": [[{"1": 5}]], "outputs": [5], "fn_name": "f"}, {}, 1.0),
+        ("f = lambda d: d[0][7]", {"input": "{0: {7: 5}}\n", "output": "5", "fn_name": "f"}, {}, 1.0),
+        ("f = lambda d, e: len(d) + e[1]", {"input": '{"a": 4}\n{"1": 5}', "output": "6", "fn_name": "f"}, {}, 1.0),
+        ("f = lambda d: d['a']", {"inputs": [[{"1": 5}]], "outputs": [5], "fn_name": "f"}, {}, 0.0),
         (METHOD, {"input": "[1,2]\n3", "output": "6", "fn_name": "Solution().f"}, {}, 1.0),
+        (
+            "class Solution:\n    def f(self, x: Optional[ListNode]) -> TreeNode:\n"
+            "        return TreeNode(ListNode(x).val).val",
+            "def check(candidate):\n    assert candidate(4) == 4",
+            {"entry_point": "Solution().f"},
+            1.0,
+        ),
         ("f = lambda x: {'b', 'a', x}", {"input": '"c"', "output": "{'c', 'a', 'b'}", "fn_name": "f"}, {}, 1.0),
     ],
 )
@@ -212,7 +224,7 @@ def test_an_import_of_the_starter_is_no_program() -> None:
     assert reward()([""], ["```python\nx = 1\n```"], tests=[tests], entry_point=["gcd"]) == [0.0]
 
 
-ADD = "def add(a, b):\n    return a + b\n"
+ADD = "def add(a, b):\n    return sum(a) if isinstance(a, list) else a + b\n"
 SUBTRACT = ADD.replace("+", "-")
 ENDS = ["print(add(int(input()), 1))", "sys.exit(0)", "unittest.main()", "raise ValueError"]
 CHECKS: list[Any] = [
@@ -225,6 +237,8 @@ CHECKS: list[Any] = [
     "from solution import add as plus\nassert plus(1, 2) == 3",
     "import main\nassert main.add(1, 2) == 3",
     "from your_module import *\ndef test_a():\n    assert add(1, 2) == 3",
+    "from unittest.mock import patch\ndef test_a():\n    with patch('builtins.sum', return_value=4):\n"
+    "        assert add(1, 2) == 3 and add([1], [2]) == 4",
     "import unittest\nclass TestCases(unittest.TestCase):\n    def test_a(self):\n        "
     "self.assertEqual(add(1, 2), 3)\nif __name__ == '__main__':\n    unittest.main()",
     "from unittest import TestCase, main\nclass Base(TestCase):\n    def setUp(self):\n        self.x = add(1, 2)\n"
@@ -252,6 +266,7 @@ def test_a_program_under_a_call_or_code_is_a_module_that_is_imported(test: Any) 
     [
         ("import no_such_module\nassert add(1, 2) == 3", r"program as \"solution\", got \['no_such_module'\]"),
         ("from .solution import add\nassert add(1, 2) == 3", r"relative"),
+        ("def check(candidate):\n    assert is_same(candidate(1, 2), 3)", "got 'is_same', which neither defines"),
         ("def test_a(no_such_fixture):\n    assert add(1, 2) == 3", "fixture 'no_such_fixture' not found"),
         ("async def test_a():\n    assert add(1, 2) == 3", "async def functions are not natively supported"),
         ("import pytest\n@pytest.mark.skip\ndef test_a():\n    assert add(1, 2) == 3", "ran no test"),
@@ -264,8 +279,26 @@ def test_a_program_under_a_call_or_code_is_a_module_that_is_imported(test: Any) 
 def test_a_test_that_cannot_run_fails_its_row_with_the_reason(test: str, message: str) -> None:
     logged: dict[str, Any] = {}
     with pytest.warns(UserWarning, match=message):
-        values = reward()([""], [f"```python\n{ADD}\n```"], tests=[test], log_extra=logged.__setitem__)
+        values = reward()(
+            [""], [f"```python\n{ADD}\n```"], tests=[test], entry_point=["add"], log_extra=logged.__setitem__
+        )
     assert math.isnan(values[0] or 0) and re.search(message, logged["reason"][0])
+
+
+def test_a_name_that_the_program_of_a_check_does_not_define_is_its_fault() -> None:
+    check = "def check(candidate):\n    assert candidate(1, 2) == 3"
+    programs = ["x = 1", "def add(a, b): return missing"]
+    blocks = [f"```python\n{program}\n```" for program in programs]
+    assert reward()([""] * 2, blocks, tests=[check] * 2, entry_point=["add"] * 2) == [0.0] * 2
+
+
+@pytest.mark.parametrize("test", [{"input": "", "output": "é" * 9}, {"fn_name": "f", "input": "", "output": "a" * 17}])
+def test_a_reference_above_the_output_limit_fails_its_row(test: dict[str, Any]) -> None:
+    need_sandbox()
+    small = CodeTests(sandbox=Sandbox(seconds=30.0, output=16), partial=False)
+    with pytest.warns(UserWarning, match=r"expected an output of at most 16 bytes, got .*raise Sandbox\(output=\)"):
+        values = small([""], ["```python\nprint(1)\n```"], tests=[[{"input": "", "output": "2"}, test]])
+    assert math.isnan(values[0] or 0)
 
 
 @pytest.mark.parametrize(
@@ -277,6 +310,11 @@ def test_a_test_that_cannot_run_fails_its_row_with_the_reason(test: str, message
         ("3.4", "3.3", 0.0),
         ("31", "30", 0.0),
         ("1.0000001", "1", 0.0),
+        ("a 2.0\n-3.00 4", "a 2\n-3 4", 1.0),
+        ("2.01", "2", 0.0),
+        ("x.0", "x", 0.0),
+        ("7.0", "07", 0.0),
+        ("9007199254740993.0", "9007199254740992", 0.0),
         ("1  2.5", "1 2.5", 0.0),
         ("1.5 2", "1.5", 0.0),
         ("1" * 60_000 + "x", "1.5", 0.0),

@@ -11,7 +11,6 @@ import pytest
 from rewards.endpoint import serving
 
 from lightning_rl.rewards import CodeTests, SandboxService, SandboxUnavailable, sandbox_service
-from lightning_rl.rewards.sandbox_service import OUTPUT
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +77,7 @@ def test_a_program_is_run_elsewhere_within_its_limits_and_behind_the_key_of_a_fi
     ("answer", "ending", "out"),
     [
         (ran("a", status="TimeLimitExceeded", code=None), "too long", "a"),
-        (ran("x" * (OUTPUT + 1)), "too much output", "x" * OUTPUT),
+        (ran("x" * (SandboxService.output + 1)), "too much output", "x" * SandboxService.output),
         (answer_with(stdout=None, return_code=1), "exited", ""),
     ],
     ids=["slow", "wordy", "silent"],
