@@ -17,6 +17,7 @@ from lightning_rl.evaluation.prompt_encoding import encode_prompts
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout
+from lightning_rl.utils.chat_rendering import apply_template
 from lightning_rl.utils.template_date import TODAY
 
 MAX_HELD_OUT, MAX_GROUPS = 4096, 4
@@ -120,7 +121,7 @@ class PromptWatch:
         variables = {**(self._data.prompts.form.chat_template_kwargs or {}), **own_variables(columns, "a row")}
         continues = bool(variables.pop(CONTINUES, False)) and content[-1]["role"] == "assistant"
         options = {"add_generation_prompt": not continues, CONTINUES: continues, "tokenize": True, "return_dict": False}
-        return tuple(tokenizer.apply_chat_template(content, **TODAY.options(tokenizer, **options, **variables)))
+        return tuple(apply_template(tokenizer, content, **TODAY.options(tokenizer, **options, **variables)))
 
     def held_out(
         self, rollout: Rollout, calls: Sequence[RewardCall] = (), samples: Sequence[Sequence[int]] = ()

@@ -13,6 +13,7 @@ from transformers.utils import get_json_schema
 from lightning_rl.data.dropped_parts import dropped_parts, mark_messages
 from lightning_rl.data.row_schema import CONTINUES, TOOLS, VARIABLES, PromptForm, Reading, is_token_ids
 from lightning_rl.utils.arguments import check_choices, check_counts
+from lightning_rl.utils.chat_rendering import apply_template
 from lightning_rl.utils.naming import in_words
 from lightning_rl.utils.template_date import FIXED, TODAY, TemplateDate
 
@@ -131,7 +132,7 @@ class Encoder:
         options = {**self.chat_template_kwargs, **variables}
         continues = bool(options.pop(CONTINUES, False)) and messages[-1]["role"] == "assistant"
         options = self.date.options(tokenizer, add_generation_prompt=not continues, **options)
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=continues, **options))
+        return str(apply_template(tokenizer, messages, tokenize=False, continue_final_message=continues, **options))
 
     def _check_variables(self, reading: Reading) -> None:
         """Raise ValueError for a variable that neither the chat template nor the function that renders it has."""

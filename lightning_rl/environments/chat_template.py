@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.data.dropped_parts import dropped_parts
 from lightning_rl.environments.environment import Message
+from lightning_rl.utils.chat_rendering import apply_template
 from lightning_rl.utils.template_date import TODAY
 
 MARK = "mark-of-an-answer-7f3a"
@@ -252,7 +253,8 @@ class Bridge:
 
     def _render(self, messages: Sequence[Message], *, head: bool = True, **options: Any) -> Any:
         try:
-            return self.tokenizer.apply_chat_template(
+            return apply_template(
+                self.tokenizer,
                 with_callers(messages),
                 add_generation_prompt=head,
                 **TODAY.options(self.tokenizer, **{**self.options, **options}),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_rl.rewards.text import ids_of, text_of
 from lightning_rl.utils.arguments import check_choices, check_counts, check_rows
+from lightning_rl.utils.chat_rendering import apply_template
 
 SCORING = threading.Lock()  # build a model once; one batch at a time sets the pad id
 
@@ -169,9 +170,7 @@ class RewardModel:
                 f"expected the tokenizer of the reward model {self.model} to have a chat template for prompts of chat "
                 "messages, got none: set one and pass the tokenizer with tokenizer="
             )
-        text = self.reader.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        text = apply_template(self.reader, messages, tokenize=False, add_generation_prompt=add_generation_prompt)
         return self.reader(text, add_special_tokens=False)["input_ids"]  # the template adds them
 
 

@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
 
 from lightning_rl import FinishReason, SamplingParams
+from lightning_rl.data.encoding import Encoder
+from lightning_rl.data.row_schema import Reading
 from lightning_rl.environments import (
     Action,
     Bridge,
@@ -465,3 +467,26 @@ def test_a_message_of_a_tool_without_a_call_needs_the_name_that_its_template_wri
 def test_an_id_that_the_template_refuses_is_replaced(number: str) -> None:
     tail = bridge_of("mistral").tail([{**NEW["tool"][0], "tool_call_id": number}])
     assert tail == bridge_of("mistral").tail([{**NEW["tool"][0], "tool_call_id": "call00000"}])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_arguments_of_calls_as_json_text_are_rendered_like_mappings(name: str) -> None:
+    def chat(arguments: Any) -> list[dict[str, Any]]:
+        call = {"id": IDS[0], "type": "function", "function": {"name": "look", "arguments": arguments}}
+        reply = {"role": "tool", "tool_call_id": IDS[0], "name": "look", "content": "two"}
+        return [dict(ASK), {"role": "assistant", "content": "", "tool_calls": [call]}, reply, dict(ASK)]
+
+    def text(arguments: Any) -> tuple[str, str]:
+        ids = bridge.encode(chat(arguments)), *encoder.encode([Reading(chat(arguments), {}, "row 0", {})])
+        first, second = (str(tokenizer.decode(list(each))) for each in ids)
+        return first, second
+
+    tokenizer = tokenizer_of(name)
+    bridge, encoder = Bridge(tokenizer, close_of(name)), Encoder(tokenizer=tokenizer)
+    try:
+        expected = text({"x": "one"})
+    except (ValueError, TypeError) as error:  # also of a template without calls
+        if "unsupported operand" in str(error):  # a template that needs the text
+            assert all('{"x": "one"}' in each for each in text('{"x": "one"}'))
+    else:
+        assert text('{"x": "one"}') == expected
