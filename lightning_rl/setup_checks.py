@@ -470,7 +470,7 @@ def wrong_eos(
     prompt: Prompt | None = None,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Finding | None:
-    """Return a finding if the token that the chat template writes after an answer does not end a response.
+    """Return a finding if the token that the chat template writes after an answer does not end a response, or is none.
 
     Args:
         sampling: Sampling parameters with EOS ids.
@@ -479,12 +479,24 @@ def wrong_eos(
         options: Further arguments of the chat template.
     """
     ids = list(sampling.eos_token_ids or ())
-    after = "" if tokenizer is None else text_after_answer(tokenizer, options)
-    ending = None if tokenizer is None else answer_end(tokenizer, after)
-    if tokenizer is None or ending is None or ending in ids or any(stop in after for stop in sampling.stop):
+    after = None if tokenizer is None else text_after_answer(tokenizer, options)
+    if tokenizer is None or after is None or any(stop in after for stop in sampling.stop):
         return None
-    if prompt is not None and not _is_chat(prompt, ending):
+    ending = answer_end(tokenizer, after)
+    if ending in ids or not _is_chat(prompt, ending):
         return None
+    if ending is None:
+        between = text_after_answer(tokenizer, options, [{"role": "user", "content": "two"}]) or ""
+        written: Any = tokenizer(between, add_special_tokens=False)["input_ids"]
+        if set(written) & set(ids):  # as the marker of the next role, which ends answers of GLM
+            return None
+        return Finding(
+            check="eos",
+            observed="the chat template ends an answer with no token that ends a response: the policy has not seen an "
+            "EOS there, so answers may continue to max_new_tokens",
+            cure="a tokenizer.chat_template that writes the EOS after an answer, or a stop string",
+            severity="warning",
+        )
     name = f"{ending} ({tokenizer.convert_ids_to_tokens(ending)})"
     return Finding(
         check="eos",
@@ -502,7 +514,7 @@ def warn_of_eos(
     """Warn once of each :func:`wrong_eos` of sampling parameters with a prompt and options of the chat template."""
     faults = (wrong_eos(sampling, tokenizer, prompt, options) for sampling, prompt, options in samplings)
     for observed, cure in dict.fromkeys((fault.observed, fault.cure) for fault in faults if fault is not None):
-        rank_zero_warn(f"{observed}; pass sampling=SamplingParams({cure}, ...)")
+        rank_zero_warn(f"{observed}; pass " + (f"sampling=SamplingParams({cure}, ...)" if "=" in cure else cure))
 
 
 def warn_of_prompts(
@@ -513,17 +525,19 @@ def warn_of_prompts(
         rank_zero_warn(f"{fault.observed}; {fault.cure}")
 
 
-def text_after_answer(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
-    """Return the text that the chat template writes after an answer; empty if it writes none."""
+def text_after_answer(
+    tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], messages: Sequence[Any] = ()
+) -> str | None:
+    """Return the text that the chat template writes after an answer, with messages; None if it writes no answer."""
     if not tokenizer.chat_template:
-        return ""
-    talk: Any = [{"role": "user", "content": "one"}, {"role": "assistant", "content": ANSWER}]
+        return None
+    talk: Any = [{"role": "user", "content": "one"}, {"role": "assistant", "content": ANSWER}, *messages]
     try:
         text = str(tokenizer.apply_chat_template(talk, tokenize=False, **options))
     except Exception:  # noqa: BLE001  a template may raise anything
-        return ""
+        return None
     _, answer, after = text.rpartition(ANSWER)
-    return after if answer else ""
+    return after if answer else None
 
 
 def answer_end(tokenizer: PreTrainedTokenizerBase, after: str) -> int | None:
@@ -533,9 +547,13 @@ def answer_end(tokenizer: PreTrainedTokenizerBase, after: str) -> int | None:
     return next((token for token in written if token in special), None)
 
 
-def _is_chat(prompt: Prompt, ending: int) -> bool:
-    """Return True for chat messages, and for a prompt with the token after which a template ends messages."""
-    return not (isinstance(prompt.content, str) or is_token_ids(prompt.content)) or ending in prompt.token_ids
+def _is_chat(prompt: Prompt | None, ending: int | None) -> bool:
+    """Return True for chat messages or None, and for a prompt with the token after which a template ends messages."""
+    return (
+        prompt is None
+        or not (isinstance(prompt.content, str) or is_token_ids(prompt.content))
+        or ending in prompt.token_ids
+    )
 
 
 def check_changes(names: Iterable[str], known: Iterable[str]) -> None:

@@ -1,5 +1,6 @@
 """A wrong EOS: the token that the chat template writes after an answer has to end a response of a chat."""
 
+import copy
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -55,7 +56,25 @@ def test_without_a_template_or_an_end_in_it_no_eos_is_wrong() -> None:
     assert wrong_eos(ONE, None) is None and wrong_eos(ONE, tokenizer) is None
     for template in ("{{ messages[0].content }}", "{{ raise_exception('no chats') }}", "quux quux </s>", "quux a"):
         tokenizer.chat_template = template
-        assert (wrong_eos(ONE, tokenizer) is not None) == template.endswith("</s>")
+        assert (wrong_eos(ONE, tokenizer) is not None) == ("quux" in template)
+
+
+def test_a_template_that_ends_no_answer_is_found_for_chats_alone() -> None:
+    tokenizer, chat = copy.deepcopy(tokenizer_of("qwen3")), prompt_of([{"role": "user", "content": "one"}])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    fault = wrong_eos(ONE, tokenizer, chat)
+    assert fault is not None and fault.severity == "warning" and "no token that ends a response" in fault.observed
+    newline = tokenizer("\n")["input_ids"]
+    fits = [SamplingParams(eos_token_ids=newline), replace(ONE, stop=["\n"])]
+    assert [wrong_eos(one, tokenizer, chat) for one in fits] == [None, None]
+    assert wrong_eos(ONE, tokenizer, prompt_of("plain text")) is None
+
+
+def test_a_fit_warns_of_a_template_that_ends_no_answer() -> None:
+    tokenizer, rows = tiny_tokenizer(), [{"prompt": [{"role": "user", "content": "a"}]}] * 4
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    with pytest.warns(UserWarning, match="no token that ends a response: .* tokenizer.chat_template that writes"):
+        fit(tiny_module(tokenizer=tokenizer), data=PromptDataModule(rows, 4), limit_train_batches=1)
 
 
 @pytest.mark.parametrize("evaluated", [False, True], ids=["training", "evaluation"])
