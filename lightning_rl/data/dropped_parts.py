@@ -35,6 +35,28 @@ def dropped_parts(
     return list(dict.fromkeys(part for word, part in marks.items() if word not in text))
 
 
+def moved_parts(render: Render, messages: Sequence[Message]) -> list[str]:
+    """Return the texts that a chat template writes before an answer that they follow, as a late system message.
+
+    Args:
+        render: Function that renders with the chat template.
+        messages: Messages of the conversation.
+    """
+    marked, marks = mark_messages(messages)
+    try:
+        text = render(marked, ()).lower()
+    except Exception:  # noqa: BLE001  a template may raise anything
+        return []
+    moved, answer = list[str](), -1
+    for word, part in marks.items():
+        place = text.find(word)
+        if part.endswith("the role assistant"):
+            answer = max(answer, place)
+        elif 0 <= place < answer:
+            moved.append(part)
+    return list(dict.fromkeys(moved))
+
+
 def mark_messages(messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
     """Return the messages with unique words as texts and names of called tools, and the part that each word marks."""
     marked, marks = list[Message](), dict[str, str]()

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
-from lightning_rl.data.dropped_parts import dropped_parts, mark_messages
+from lightning_rl.data.dropped_parts import dropped_parts, mark_messages, moved_parts
 from lightning_rl.data.row_schema import CONTINUES, TOOLS, VARIABLES, PromptForm, Reading, is_token_ids
 from lightning_rl.utils.arguments import check_choices, check_counts
 from lightning_rl.utils.chat_rendering import apply_template
@@ -159,6 +159,12 @@ class Encoder:
                 f"expected a chat template that writes all parts of {reading.name}, got one that drops "
                 f"{', '.join(lost)}: set a tokenizer.chat_template that writes them, or move their text into messages "
                 "of other roles"
+            )
+        if moved := moved_parts(render, reading.content):
+            raise ValueError(
+                f"expected a chat template that writes {reading.name} in its order, got one that writes "
+                f"{', '.join(moved)} before the answer that it follows, where the policy would not read it: give it "
+                "the role user, or set another tokenizer.chat_template"
             )
 
     def _tokenize(self, texts: Mapping[int, str], names: Sequence[str], **options: Any) -> dict[int, tuple[int, ...]]:

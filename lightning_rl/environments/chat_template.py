@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.data.dropped_parts import dropped_parts
+from lightning_rl.data.dropped_parts import dropped_parts, moved_parts
 from lightning_rl.environments.environment import Message
 from lightning_rl.utils.chat_rendering import apply_template
 from lightning_rl.utils.template_date import TODAY
@@ -82,6 +82,7 @@ class Bridge:
             BridgeError: If it drops a part, or writes a system message again after an answer; names the part.
         """
         _refuse(dropped_parts(self._text, messages, tools))
+        _refuse_early(moved_parts(self._text, messages))
         if any(message.get("role") == "system" for message in messages):
             self._check_system()
 
@@ -112,11 +113,7 @@ class Bridge:
             except BridgeError:
                 continue
             _refuse(dropped_parts(self._text, new, before=talk))
-            if moved := dropped_parts(self._text_after_answer, new, before=talk):
-                raise BridgeError(
-                    f"the template writes {', '.join(moved)} before the answer that it follows, where the policy would "
-                    f"not read it{LATE}"
-                )
+            _refuse_early(dropped_parts(self._text_after_answer, new, before=talk))
             self._checked.add(roles)
             return
 
@@ -283,6 +280,14 @@ def _refuse(lost: Sequence[str]) -> None:
         raise BridgeError(
             f"the template drops {', '.join(lost)}, so the policy would not read it: set a tokenizer.chat_template "
             "that writes it"
+        )
+
+
+def _refuse_early(moved: Sequence[str]) -> None:
+    if moved:
+        raise BridgeError(
+            f"the template writes {', '.join(moved)} before the answer that it follows, where the policy would not "
+            f"read it{LATE}"
         )
 
 

@@ -8,6 +8,7 @@ from kit.support import tiny_tokenizer
 
 from lightning_rl.data import PromptDataset
 from lightning_rl.data.dropped_parts import dropped_parts
+from lightning_rl.environments import Bridge, BridgeError
 
 USER, SYSTEM = {"role": "user", "content": "2 + 2?"}, {"role": "system", "content": "Add."}
 ANSWER, RESULT = {"role": "assistant", "content": "4"}, {"role": "tool", "name": "add", "content": "4"}
@@ -101,3 +102,22 @@ def test_tools_among_the_options_of_the_template_have_to_be_written(tool: Any) -
         rows.connect(tokenizer)
     tokenizer.chat_template = EVERY
     PromptDataset([{"prompt": [USER]}], chat_template_kwargs={"tools": [tool]}).connect(tokenizer)
+
+
+FRONT = (
+    "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+    "{% for m in messages if m.role != 'system' %}{{ m.role }}{{ m.content }}{% endfor %}"
+)
+
+
+def test_a_late_system_message_that_the_template_moves_to_the_front_is_refused() -> None:
+    roles = ["system", "user", "assistant", "system", "user"]
+    talk = [{"role": role, "content": "a"} for role in roles]
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = FRONT
+    moved = "writes the text of the role system before the answer that it follows"
+    with pytest.raises(ValueError, match=f"{moved}.*: give it the role user"):
+        PromptDataset([{"prompt": talk}]).connect(tokenizer)
+    PromptDataset([{"prompt": talk[:2]}, {"prompt": talk[:3] + talk[4:]}]).connect(tokenizer)
+    with pytest.raises(BridgeError, match=moved):
+        Bridge(tokenizer, [1]).check_parts(talk[1:])
