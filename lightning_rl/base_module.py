@@ -323,7 +323,8 @@ class BaseModule(LightningModule):
         """
         if self.shows_sample:
             lines = [f"{name} of rollout {number}, {text}" for name, text in first_sample(rollout, self.tokenizer)]
-            if writes_date(self.tokenizer):
+            uses_template = self.run.environments is not None or setup_checks.is_chat(self.data_module.first())
+            if uses_template and writes_date(self.tokenizer):
                 lines.append(f"the chat template writes the date of {TODAY.text('%Y-%m-%d')}, which checkpoints keep")
             self.shows_sample = False
             if lines:

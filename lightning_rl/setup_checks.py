@@ -483,7 +483,7 @@ def wrong_eos(
     if tokenizer is None or after is None or any(stop in after for stop in sampling.stop):
         return None
     ending = answer_end(tokenizer, after)
-    if ending in ids or not _is_chat(prompt, ending):
+    if ending in ids or not is_chat(prompt, ending):
         return None
     if ending is None:
         between = text_after_answer(tokenizer, options, [{"role": "user", "content": "two"}]) or ""
@@ -547,7 +547,7 @@ def answer_end(tokenizer: PreTrainedTokenizerBase, after: str) -> int | None:
     return next((token for token in written if token in special), None)
 
 
-def _is_chat(prompt: Prompt | None, ending: int | None) -> bool:
+def is_chat(prompt: Prompt | None, ending: int | None = None) -> bool:
     """Return True for chat messages or None, and for a prompt with the token after which a template ends messages."""
     return (
         prompt is None

@@ -52,6 +52,15 @@ def test_a_resumed_fit_shows_the_number_of_its_first_rollout(tmp_path: Path, cap
     assert any(record.getMessage().startswith("prompt of rollout 1, ") for record in caplog.records)
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_date_of_the_template_is_shown_if_the_template_is_used(
+    chat: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        fit(tiny_module(tokenizer=dated()), data=PromptDataModule(["a"] * 8, 4, chat=chat), max_steps=1)
+    assert ("the chat template writes the date" in caplog.text) == chat
+
+
 def test_without_a_tokenizer_nothing_is_shown(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         fit(tiny_module(), max_steps=1)

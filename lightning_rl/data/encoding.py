@@ -1,10 +1,12 @@
 """Encoding of prompts as token ids."""
 
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
@@ -79,7 +81,7 @@ class Encoder:
                 self._tokenizer_for(name)
                 plain[number] = _whole(content, name)
             else:
-                rendered[number] = _whole(self._render(reading), name)
+                rendered[number] = _whole(self._render(reading), name, reading.variables)
                 form = repr((mark_messages(content), reading.variables))
                 if form not in checked:  # once for all prompts of the same roles and variables
                     checked.add(form)
@@ -211,11 +213,13 @@ def _variables_of(template: str) -> frozenset[str]:
     return frozenset(text for (_, before), (kind, text) in pairs if kind == "name" and before != ".")
 
 
-def _whole(text: str, name: str) -> str:
+def _whole(text: str, name: str, variables: Mapping[str, Any] = MappingProxyType({})) -> str:
     """Return a text; raise ValueError for half of a surrogate pair, which no tokenizer encodes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
+        for key, value in variables.items():
+            _whole(json.dumps(value, ensure_ascii=False, default=str), f"{key} of {name}")
         half = text[error.start : error.end]
         raise ValueError(
             f"expected a text that UTF-8 can write in {name}, got {half!a} at character {error.start}, half of a "

@@ -395,9 +395,16 @@ def _message(message: Any, number: int, name: str) -> dict[str, Any]:
     if "content" not in kept and "tool_calls" in kept:
         return kept
     raise ValueError(
-        f'expected {where} to have a string "content", as {example}, got {dict(message)!r:.200}: images and other '
-        "parts are not supported"
+        f'expected {where} to have a string "content", as {example}, got {dict(message)!r:.200}: '
+        + content_cure(message.get("content"))
     )
+
+
+def content_cure(content: Any) -> str:
+    """Return the cure of a message whose content is no text."""
+    if isinstance(content, list | tuple | Mapping):
+        return "images and other parts are not supported; join parts of text"
+    return "write its text, or leave the message out"
 
 
 def joined_parts(content: Any) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_rl.data.row_schema import content_cure
 from lightning_rl.environments.environment import Environment, Message, StepResult, TokenEnvironment, TokenStep
 from lightning_rl.environments.tools import ObjectEnvironment, has_schema
 
@@ -105,8 +106,8 @@ def check_messages(messages: Any, where: str, roles: Sequence[str] = CONTEXT_ROL
         calls = role == "assistant" and message.get("tool_calls")
         if not isinstance(content, str) and not (content is None and calls):
             raise TypeError(
-                f"expected {name} to have a text as content, as {EXAMPLE}, got {content!r:.200}: images and other "
-                "parts are not supported; join parts of text, and write other values as text"
+                f"expected {name} to have a text as content, as {EXAMPLE}, got {content!r:.200}: "
+                + content_cure(content)
             )
     if messages and messages[-1]["role"] == "assistant":
         raise ValueError(

@@ -35,6 +35,7 @@ IMPORTS = (  # that starters of LeetCode, LiveCodeBench and APPS take for grante
     "class TreeNode:\n    def __init__(self, val=0, left=None, right=None):\n"
     "        self.val, self.left, self.right = val, left, right\n"
 )
+PACKED = re.compile("eJ[A-Za-z0-9+/]{30,}={0,2}")  # base64 of zlib
 COLUMNS = ("public_tests", "private_tests", "generated_tests")  # of CodeContests
 ASSERTS = re.compile("assert|expect|fail|check|raise|verify|exit", re.IGNORECASE)
 
@@ -264,6 +265,11 @@ def _test_of(test: Any, entry_point: Any) -> Test:
         UnreadableReference: If the value is not a test.
     """
     if isinstance(test, str):
+        if PACKED.fullmatch(test.strip()):
+            raise UnreadableReference(
+                f"expected tests, got packed ones as of LiveCodeBench, {test!r:.40}: unpack them before the run by "
+                "json, pickle, zlib and base64 as the data set describes, if you trust it: unpickling runs its code"
+            )
         return _script(test, entry_point)
     if not isinstance(test, Mapping) or not {"input", "output"} <= test.keys() or test.keys() - KEYS:
         raise UnreadableReference(

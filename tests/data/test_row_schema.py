@@ -155,6 +155,8 @@ def failing(row: Any) -> Any:
             {"m": [USER, {"role": "a"}]},
             r'message 1 of prompt 0 \(column m\) to have a string "content"',
         ),
+        ({}, [{"role": "a", "content": None}], r"got \{.*None\}: write its text, or leave the message out"),
+        ({}, [{"role": "a", "content": 5}], r"'content': 5\}: write its text, or leave the message out"),
         ({}, [{"role": "a", "content": [{"type": "text"}]}], r'a string "content", .*images and other parts are not'),
         (
             {},

@@ -332,6 +332,14 @@ def test_half_a_surrogate_pair_is_named_with_its_row(row: Any, tmp_path: Path) -
             PromptDataset(source).connect(tokenizer)
 
 
+def test_half_a_surrogate_pair_of_a_tool_is_named_with_its_column() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ tools | tojson }}{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    row = {"prompt": [{"role": "user", "content": "a"}], "tools": [{"name": "f", "description": "\ud83d"}]}
+    with pytest.raises(ValueError, match=r"in tools of prompt 0 .*half of a surrogate pair"):
+        PromptDataset([row]).connect(tokenizer)
+
+
 def test_rows_of_pandas_are_those_of_the_table(tmp_path: Path) -> None:
     rows = [
         {"prompt": [{"role": "user", "content": "a b"}], "tests": [{"inputs": ["1", "2"]}], "n": [1, 2]},

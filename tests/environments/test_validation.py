@@ -119,7 +119,8 @@ PLACES: dict[str, Callable[[list[Any]], object]] = {
         (["hello"], "to be a mapping such as .*, got 'hello'"),
         ([{"content": "x"}], "to have one of the roles .*user, tool.*, got None"),
         ([{"role": "alien", "content": "x"}], "to have one of the roles .*user, tool.*, got 'alien'"),
-        (user(3), "to have a text as content, .*, got 3: images and other parts are not supported"),
+        (user(3), "to have a text as content, .*, got 3: write its text, or leave the message out"),
+        (user(None), "to have a text as content, .*, got None: write its text, or leave the message out"),
         (user([{"type": "text", "text": "x"}]), r"to have a text as content, .*, got \[{'type': 'text'"),
     ],
 )

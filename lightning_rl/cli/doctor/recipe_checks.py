@@ -18,7 +18,7 @@ from lightning_rl.environments.chat_template import KINDS, Bridge, BridgeError
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy.text_model import modules_behind
 from lightning_rl.run_spec import size_cure
-from lightning_rl.setup_checks import wrong_eos
+from lightning_rl.setup_checks import is_chat, wrong_eos
 from lightning_rl.utils.decoding import hidden_tokens
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.template_date import TODAY, writes_date
@@ -129,7 +129,8 @@ def prompts(module: RLLightningModule) -> Iterator[Finding]:
     """Check what the policy reads: stray control tokens, and columns that nothing reads."""
     ends = module.run.sampling.eos_token_ids or ()
     yield from prompt_findings(module.data_module.prompts.examples(EXAMPLES), module.tokenizer, ends)
-    if writes_date(module.tokenizer):
+    uses_template = module.run.environments is not None or is_chat(module.data_module.first())
+    if uses_template and writes_date(module.tokenizer):
         yield fact("prompt", f"the chat template writes the date of {TODAY.text('%Y-%m-%d')}, which checkpoints keep")
 
 
