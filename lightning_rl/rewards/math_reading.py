@@ -198,7 +198,7 @@ def _read_last(text: str) -> Answer:
     line = _strip_delimiters(next((line for line in reversed(text.split("\n")) if re.search("[0-9]", line)), ""))
     numbers = list(re.finditer(rf"[{CURRENCIES}]?[0-9][0-9.,]*", line))
     measured = _measure(line[numbers[-1].start() :]) if numbers else None
-    text = re.sub(r"(?<![\w.$])\$?([0-9.]+) or \$?([0-9.]*[0-9])\b", r"$\1, \2$", text)
+    text = re.sub(r"(?<![\w.$])(?:[a-z] ?= ?)?\$?([0-9.]+) or (?:[a-z] ?= ?)?\$?([0-9.]*[0-9])\b", r"$\1, \2$", text)
     if "$" not in text:
         text = BARE.sub(lambda part: f"${'x ' if part[1] else ''}{part[0]}$", text)
     return Answer(_without_currency(text), unit=(measured.unit or None) if measured else None)

@@ -270,6 +270,7 @@ REWRITINGS = (
         lambda display: display[0].replace("\n", " "),
     ),
     _rewriting(r"\boldsymbol|\bm|\underline", r"@\s*\{([^{}]*)\}", r"\1"),
+    _rewriting(r"\textcolor", r"@\s*\{[^{}]*\}\s*\{([^{}]*)\}", r"\1"),
     _rewriting(r"\big", r"@g?[lrm]?(?![a-z])", ""),  # of a bracket
     _rewriting("<answer>", "@", "\nAnswer: \n"),
     _rewriting("</answer>", "@", "\n\n"),

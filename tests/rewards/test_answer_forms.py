@@ -303,6 +303,8 @@ MATH: dict[str, Rows] = {
         (r"\boxed{\mathbb{P}(A)=\frac12}", r"\frac12", 1.0),
         (r"\boxed{\Pr(A)=\frac12}", r"\frac12", 1.0),
         ("The answer is 42-year-old.", "42", 1.0),
+        ("x = 9 or x = 10", "10", 0.0),
+        ("x = 9 or x = 10", "9, 10", 1.0),
     ],
 }
 BOTH: dict[str, Rows] = {  # of NumberMatch and MathMatch
@@ -313,6 +315,7 @@ BOTH: dict[str, Rows] = {  # of NumberMatch and MathMatch
         ("The probability is **1/3**.", "1/3", 1.0),
         (r"\boxed{\boldsymbol{18}}", "18", 1.0),
         (r"\boxed{\underline{18}}", "18", 1.0),
+        (r"\boxed{\textcolor{blue}{18}}", "18", 1.0),
         (r"\boxed{18\text{ sq units}}", "18", 1.0),
         (r"\boxed{\text{Area} = 18\text{ cm}^2}", "18", 1.0),
         ("Answer:\n\\[\n42\n\\]", "42", 1.0),
