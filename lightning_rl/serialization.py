@@ -239,10 +239,17 @@ def _describe_mapping(value: Mapping[Any, Any], around: tuple[int, ...]) -> Plai
 def _describe_items(value: Any, around: tuple[int, ...]) -> Plain:
     if fields := getattr(value, "_fields", ()):  # of a named tuple
         value = _without_secrets(fields, value)
+    elif not isinstance(value, Set):
+        value = _without_secrets([option if _is_option(option) else "" for option in ["", *value[:-1]]], value)
     items = [describe(item, around) for item in (sorted(value, key=repr) if isinstance(value, Set) else value)]
     if len(items) <= MAX_ITEMS:
         return items
     return {"length": len(items), "hash": hashlib.sha256(repr(items).encode()).hexdigest()[:16]}
+
+
+def _is_option(value: Any) -> bool:
+    """Return True for an option of a command line, such as ``--password``, whose value is the next item."""
+    return isinstance(value, str) and value.startswith("-")
 
 
 def _describe_partial(value: "partial[Any]", around: tuple[int, ...]) -> Plain:

@@ -225,6 +225,16 @@ HELD: list[Any] = [
     *(asking("sesame-1"), partial(asking("a"), ["a"], "sesame-1"), partial(asking, key="sesame-1")),
     *(Account("me", "sesame-1"), {"url": "https://me:sesame-1@10.0.0.1/v1"}),
     *({"url": "https://10.0.0.1/v1?model=a&api_key=sesame-1"}, {"name": "sk-proj-sesame-10123456789"}),
+    *({"name": "AIzaSyA1b2C3d4E5f6G7h8I9j0K-sesame-1x2Y"}, ["xoxb-123456789012-sesame-1", "glpat-a1b2c3d4e5-sesame-1"]),
+    *(["OPENAI_API_KEY=sesame-1"], "--api-key=sesame-1", ["--password", "sesame-1"], ("run", "--hf-token", "sesame-1")),
+    *("{'api_key': 'sesame-1'}", '{\\"token\\": \\"a sesame-1\\"}', "Client(api_key=sesame-1)", "['--pw', 'sesame-1']"),
+    *(
+        "401 Authorization: Bearer sesame-1",
+        "got Bearer sesame-1, no",
+        "no password: sesame-1",
+        "tool --password sesame-1",
+    ),
+    *("model=a,api_key=sesame-1", "f(x=1, token='sesame-1', y=2)", "for key: sesame-1"),
 ]
 
 
@@ -238,6 +248,29 @@ def test_names_of_tokens_and_columns_are_described() -> None:
     options = {"tokens": [1], "max_tokens": 8, "tokenizer": "gpt2", "eos_token": "<eos>", "token": 7, "key": "answer"}
     options |= {"answer_key": "label.text", "api_key_env": "OPENAI_API_KEY", "url": "http://10.0.0.1:8000/v1?key=a"}
     assert describe(options) == options
+    texts = [
+        "max_tokens=5",
+        "token_mean",
+        "eos_token: <eos>",
+        "tokens: many",
+        "token=151645",
+        "key=answer",
+        "KeyError: 'a-1'",
+    ]
+    texts += [
+        "api_key=None",
+        "if token == 'x1'",
+        "api_key={key1}",
+        "basic arithmetic in 12345678 steps",
+        "--seed 12345",
+    ]
+    texts += [
+        "expected --token to be a word",
+        "sort(key=lambda x1: x1)",
+        "http://10.0.0.1:8000/v1",
+        "token 'ab1' is unknown",
+    ]
+    assert describe([*texts]) == texts
 
 
 def test_a_circle_ends() -> None:
