@@ -27,6 +27,7 @@ from lightning_rl.environments.tools import schemas_of
 from lightning_rl.generation import Completion, request_seed
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import FinishReason
+from lightning_rl.utils.keys import hide_secrets
 from lightning_rl.utils.mutation_guard import copy_plain
 from lightning_rl.utils.seeding import fork_generators
 
@@ -116,7 +117,7 @@ def replay_of(conversations: Environments, name: str, talks: Sequence[Talk]) -> 
             with fork_generators(CPU), refuse_outside():
                 return _repeat(conversations, factory, talks)
     except (Exception, SystemExit) as error:  # noqa: BLE001  user code
-        reason = f"could not be repeated: {type(error).__name__}: {error}"
+        reason = f"could not be repeated: {hide_secrets(f'{type(error).__name__}: {error}')}"
     return Replay(name, f"environment {name} {reason}: test it with lightning_rl.testing.check_environment")
 
 

@@ -19,6 +19,7 @@ from lightning_rl.rewards import RewardCall, SubprocessReward
 from lightning_rl.rewards.reward_call import Rows
 from lightning_rl.rewards.scoring import return_alone
 from lightning_rl.rewards.values import values_of
+from lightning_rl.utils.keys import hide_secrets
 from lightning_rl.utils.seeding import fork_generators, seed_everything
 
 MIN_ROWS, MAX_ROWS, MAX_PAIRS = 4, 8, 4  # rows of a call that is thinned out; rows scored together; rows scored alone
@@ -102,7 +103,8 @@ def ask_again(call: RewardCall, samples: Sequence[int], fresh: Any = None) -> Re
             pairs = list(dict.fromkeys([best, *few[::2], *few[1::2]]))[:MAX_PAIRS]  # few[::2] spans the prompts
             remembers = _remembers(call, call.rows.select(pairs), fresh or call.function)
     except (Exception, SystemExit) as error:  # noqa: BLE001  user code
-        return RewardReply(call.name, f"reward {call.name} could not be called again: {type(error).__name__}: {error}")
+        reason = hide_secrets(f"{type(error).__name__}: {error}")
+        return RewardReply(call.name, f"reward {call.name} could not be called again: {reason}")
     known = [samples[row] for row in moved or few] if len(samples) == number else []
     repeats = all(same_value(everything[row], call.values[row]) for row in values)
     return RewardReply(call.name, "", moved, known, repeats, sorted(edited), remembers)

@@ -12,6 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lightning_rl.checkpointing.atomic import is_local
 from lightning_rl.checkpointing.checkpoint_folder import latest_checkpoint
+from lightning_rl.utils.keys import hide_secrets
 
 LENGTH = 500  # maximum number of characters of an error
 FILE = "failed-rank-{}.json"
@@ -22,7 +23,7 @@ def write_rank_error(folder: str | Path, rank: int, error: BaseException) -> Non
     with suppress(OSError):  # do not hide the error that ended the run
         get_error_handler().record_exception(error)
         if is_local(folder):
-            text = json.dumps([rank, f"{type(error).__name__}: {error}"[:LENGTH]])
+            text = json.dumps([rank, hide_secrets(f"{type(error).__name__}: {error}")[:LENGTH]])
             (Path(folder) / FILE.format(rank)).write_text(text, encoding="utf-8")
 
 

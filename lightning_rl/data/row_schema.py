@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_rl.utils.arguments import check_bools
+from lightning_rl.utils.keys import hide_secrets
 from lightning_rl.utils.naming import check_columns, in_words, name_of
 
 CONTENT = ("prompt", "messages")  # valid names of the prompt column
@@ -174,7 +175,7 @@ def apply(preprocess: Callable[[Any], Any], row: Any, name: str) -> Any:
     except Exception as error:
         function = name_of(preprocess)
         raise ValueError(
-            f"expected preprocess={function} to return a row, but it failed on {name}: {error!r}"
+            f"expected preprocess={function} to return a row, but it failed on {name}: {hide_secrets(repr(error))}"
         ) from error
     if result is None:
         raise ValueError(

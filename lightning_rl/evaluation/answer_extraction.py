@@ -5,6 +5,8 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
+from lightning_rl.utils.keys import hide_secrets
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
@@ -35,7 +37,8 @@ def _read(extract: Callable[[str], Hashable], text: str) -> tuple[Hashable | Non
         value = extract(text)
     except Exception as error:  # noqa: BLE001  a failure of user code drops a sample and does not end the run
         lines = traceback.format_exc().rstrip()
-        return None, f"raised {type(error).__name__}: {error} for completion {text!r:.1000}\n{lines}"
+        cause = f"raised {type(error).__name__}: {hide_secrets(str(error))} for completion {text!r:.1000}"
+        return None, f"{cause}\n{hide_secrets(lines)}"
     try:
         hash(value)
     except TypeError:

@@ -4,12 +4,13 @@ import traceback
 from typing import Self
 
 from lightning_rl.processes.worker import describe
+from lightning_rl.utils.keys import hide_secrets
 
 TIMEOUT, DEATH, LOADING, INTERRUPT = "timeout", "lost process", "loading", "interrupt"
 
 
 class CallError(Exception):
-    """Failure of a call of user code, here or in another process.
+    """Failure of a call of user code, here or in another process; secrets in its texts are hidden.
 
     Args:
         kind: Name of an exception, :data:`TIMEOUT`, :data:`DEATH`, :data:`LOADING` if the function could not be loaded
@@ -20,6 +21,7 @@ class CallError(Exception):
     """
 
     def __init__(self, kind: str, message: str, log: str = "", error: str = "") -> None:
+        message, log, error = map(hide_secrets, (message, log, error))
         super().__init__(f"{kind}: {message}")
         self.kind, self.message, self.log, self.error = kind, message, log, error
 

@@ -20,6 +20,7 @@ from lightning_rl.recording.recording import stem_of
 from lightning_rl.reporting.html_report import OWN_FOLDER, Pages, write_report
 from lightning_rl.reporting.run_files import BEGIN, END, FINDINGS, METRICS, RUN, STEP
 from lightning_rl.utils.atomic_write import write_atomically
+from lightning_rl.utils.keys import hide_secrets
 from lightning_rl.utils.terminal import dump_visible
 from lightning_rl.utils.trainer import callbacks_of
 
@@ -134,7 +135,7 @@ class RunReport(RolloutRecorder):
             self._reported = len(findings)
             if self._rows is not None:
                 if exception is not None and self._begun:
-                    error = {"error": type(exception).__name__, "message": str(exception)}
+                    error = {"error": type(exception).__name__, "message": hide_secrets(str(exception))}
                     keeper.append(METRICS, {END: self._step, **error})
                 write_report([self.folder], self.folder / FILE, pages=self._pages)
         except FileNotFoundError:

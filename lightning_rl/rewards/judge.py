@@ -20,6 +20,7 @@ from lightning_rl.rewards.optional_imports import require
 from lightning_rl.rewards.text import column_of, text_of
 from lightning_rl.utils.arguments import check_counts, check_numbers, check_rows, check_text
 from lightning_rl.utils.http import check_key
+from lightning_rl.utils.keys import HIDDEN, hide_secrets
 from lightning_rl.utils.naming import in_words
 from lightning_rl.utils.terminal import visible
 
@@ -296,7 +297,7 @@ class _Call:
     def _quote(self, error: Exception) -> str:
         body = getattr(error, "body", None)
         text = f"{error}: {body}" if isinstance(body, str) and body else str(error)
-        return (text.replace(self._key, "***") if self._key else text)[:MAX_QUOTE]
+        return hide_secrets(text.replace(self._key, HIDDEN) if self._key else text)[:MAX_QUOTE]
 
 
 def _prompt_text(prompt: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from transformers import TrainerState
 
+from lightning_rl.utils.keys import hide_secrets
 from lightning_rl.utils.mutation_guard import changed_entries, copy_plain
 from lightning_rl.utils.naming import REWARD_ARGUMENTS, in_words, nearest
 
@@ -24,8 +25,9 @@ None means that the reward does not apply to the row.
 EXTRAS = ("trainer_state", "log_extra", "log_metric")
 
 
-class Failure(NamedTuple):
-    """Rows that a reward function failed to score.
+@dataclass(frozen=True)
+class Failure:
+    """Rows that a reward function failed to score; secrets in its texts are hidden.
 
     Attributes:
         rows: Row indices within the call.
@@ -36,6 +38,11 @@ class Failure(NamedTuple):
     rows: tuple[int, ...]
     cause: str
     traceback: str = ""
+
+    def __post_init__(self) -> None:
+        """Hide secrets, since exceptions of clients quote requests."""
+        for name in ("cause", "traceback"):
+            object.__setattr__(self, name, hide_secrets(getattr(self, name)))
 
 
 class RewardCall(NamedTuple):

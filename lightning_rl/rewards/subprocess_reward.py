@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -244,6 +245,6 @@ def _merge(failures: Sequence[Failure]) -> list[Failure]:
     """Return one failure per cause, with all its rows."""
     merged: dict[str, Failure] = {}
     for failure in failures:
-        first = merged.setdefault(failure.cause, failure._replace(rows=()))
-        merged[failure.cause] = first._replace(rows=(*first.rows, *failure.rows))
+        first = merged.setdefault(failure.cause, replace(failure, rows=()))
+        merged[failure.cause] = replace(first, rows=(*first.rows, *failure.rows))
     return list(merged.values())

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_rl.rewards.text import texts_of
 from lightning_rl.rewards.values import values_of
+from lightning_rl.utils.keys import hide_secrets
 from lightning_rl.utils.naming import name_of
 
 
@@ -83,5 +84,5 @@ class VerlReward:
             if value is None or not math.isfinite(value):
                 raise ValueError(f"expected a finite score, got {value}")
         except Exception as error:  # noqa: BLE001  the boundary to foreign code
-            return {"score": math.nan, "reason": repr(error)}
+            return {"score": math.nan, "reason": hide_secrets(repr(error))}
         return {**entry, "score": value}

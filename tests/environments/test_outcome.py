@@ -35,7 +35,7 @@ def train(
         @override
         def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
             if fails(self.place, token_ids):
-                raise ConnectionError(f"no answer for {self.place % 2}")
+                raise ConnectionError(f"no answer for {self.place % 2} with api_key=sesame-1")
             return TokenStep(done=True, reward=1.0)
 
     seen = list[Rollout]()
@@ -59,15 +59,15 @@ def test_failed_rows_neither_train_nor_count_and_are_said_once_and_kept_in_a_fil
     assert "4 of 16 conversations failed with their environment, so they neither train nor are rewarded" in text
     assert "First, ConnectionError: no answer for 1" in text and str(path) in text
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(rows) == 4 and all(row["failure"] == "ConnectionError: no answer for 1" for row in rows)
-    assert "Traceback" not in text and rows[0]["answer"]
+    assert len(rows) == 4 and all(row["failure"] == "ConnectionError: no answer for 1 with api_key=***" for row in rows)
+    assert "Traceback" not in text and rows[0]["answer"] and "sesame" not in text + path.read_text()
     assert "in step\n" in rows[0]["log"] and rows[0]["metrics"]["retries"] == 1
 
 
 def test_a_rollout_in_which_too_many_fail_ends_the_run_with_a_checkpoint_and_the_causes(tmp_path: Path) -> None:
     message = (
         r"rollout 1, but 8 of 16 conversations failed \(max_failure_rate=0.5\): ConnectionError: no answer "
-        r"for 0 \(4 times\); ConnectionError: no answer for 1 \(4 times\). Fix"
+        r"for 0 with api_key=\*\*\* \(4 times\); ConnectionError: no answer for 1 with api_key=\*\*\* \(4 times\). Fix"
     )
     with pytest.raises(FailedEnvironmentsError, match=message):
         train(tmp_path, lambda place, _: place > 5)

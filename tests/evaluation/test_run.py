@@ -193,7 +193,7 @@ def test_early_stopping_ends_a_run_at_a_figure_that_is_nan(tmp_path: Path) -> No
 
 def unread(text: str) -> Any:
     if text.startswith("b"):
-        raise ValueError("no number in it")
+        raise ValueError("no number in it, api_key=sesame")
     return [text] if text == "a a" else text
 
 
@@ -206,7 +206,11 @@ def unread(text: str) -> Any:
             r'answer of evaluation "several" failed on 12 samples.* it returned \[.a a.\], a list, .* a tuple',
         ),
         (lambda text: [text], 12, "a list, which cannot be counted as a vote"),
-        (lambda text: unread(text) and 1 if text.startswith("b") else text, 9, "raised ValueError: no number in it"),
+        (
+            lambda text: unread(text) and 1 if text.startswith("b") else text,
+            9,
+            r"raised ValueError: no number in it, api_key=\*\*\* for",
+        ),
     ],
 )
 def test_an_answer_that_fails_costs_its_sample_the_vote(answer: Any, failed: int, match: str) -> None:

@@ -29,7 +29,7 @@ from lightning_rl.reporting import RunReport, write_report
 from lightning_rl.reporting.attribution import attribute
 from lightning_rl.reporting.pages import page_of
 from lightning_rl.reporting.run_files import End, read_folder
-from lightning_rl.rewards import RewardError
+from lightning_rl.rewards import RewardError, SubprocessReward
 from lightning_rl.utils.finding import Finding
 
 OPTIONS: dict[str, Any] = {"minibatches_per_rollout": 2, "epochs_per_rollout": 2, "optimizer": partial(AdamW, lr=0.05)}
@@ -265,6 +265,28 @@ def test_an_error_in_the_first_step_is_in_the_report(tmp_path: Path) -> None:
         )
     end = index_of(tmp_path / "report" / "report.html")["end"]
     assert end["error"] == "RewardError" and end["step"] == 0 and "the <b>grader</b> is gone" in end["message"]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_no_secret_in_the_error_of_a_reward_is_written(alone: bool, tmp_path: Path) -> None:
+    def broken(*_: Any, **__: Any) -> list[float]:
+        api_key = "sesame-1"
+        raise ConnectionError(f"https://u:{api_key}@h/?api_key={api_key} hf_token: {api_key} Bearer {api_key}")
+
+    rewards = {"broken": SubprocessReward(broken) if alone else broken}
+    with (
+        pytest.raises(RewardError) as raised,
+        pytest.warns(UserWarning, match=r"https://\*\*\*@h/\?api_key=") as warned,
+    ):
+        fit(
+            tiny_module(**{**OPTIONS, "rewards": rewards}),
+            callbacks=[RunReport(1)],
+            data=tiny_prompts(4, 4),
+            default_root_dir=tmp_path,
+        )
+    texts = [str(raised.value), *(str(warning.message) for warning in warned)]
+    texts += [path.read_text(errors="ignore") for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(texts) > 3 and not [text for text in texts if "sesame-1" in text]
 
 
 def test_the_newest_recordings_are_kept(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from kit.marks import gone, pids_with, wait_for
 from kit.support import fit, tiny_module, tiny_prompts, weights_of
 from transformers import TrainerState
 
-from lightning_rl.rewards import Rewards, Scores, SubprocessReward
+from lightning_rl.rewards import Failure, Rewards, Scores, SubprocessReward
 
 MADE: list[SubprocessReward] = []
 
@@ -107,7 +107,7 @@ def test_exceptions_and_invalid_values_fail_their_rows() -> None:
     found = scores(isolated(odd, per_sample=True), ["y", "x", "z", "n"])
     assert found.scored.tolist() == [True, False, False, False]
     (first, raised, nan) = found.calls[0].failures
-    assert first.rows == (1,) and first.cause.endswith("got str 'text'") and nan == ((3,), "returned nan", "")
+    assert first.rows == (1,) and first.cause.endswith("got str 'text'") and nan == Failure((3,), "returned nan")
     assert raised.cause == "raised KeyError('z')" and "in odd" in raised.traceback
 
 
