@@ -214,6 +214,39 @@ def test_functions_are_called(program: str, tests: Any, columns: dict[str, Any],
     assert reward()([""], [f"```python\n{program}\n```"], tests=[tests], **rows) == [value]
 
 
+ANYTHING = "class X:\n    def __eq__(self, other): return True\n    def __ne__(self, other): return False\n"
+LOCAL = "def f(x):\n    class X:\n        def __eq__(self, other): return True\n    return X()"
+KIND = "class M(type):\n    def __eq__(self, other): return True\nclass X(metaclass=M): pass\ndef f(x): return X"
+MONEY = """class Money:
+    def __init__(self, n): self.n = n
+    def __eq__(self, other): return self.n == getattr(other, "n", other)
+def pay(n): return Money(n)
+def f(x): return 4 if Money(x) == 2 and Money(x) != 3 else 0"""
+
+
+@pytest.mark.parametrize(
+    ("program", "test", "value"),
+    [
+        *((program, "assert f(2) == 4", 0.0) for program in (ANYTHING + "def f(x): return X()", LOCAL, KIND)),
+        *((ANYTHING + f"def f(x): return {result}", "assert f(2) == [4]", 0.0) for result in ("X()", "[X()]")),
+        (ANYTHING + "class Solution:\n    def f(self, x): return X()", "assert Solution().f(2) == 4", 0.0),
+        (ANYTHING + "def f(x): return X()", "def test_a():\n    from solution import f\n    assert f(2) == 4", 0.0),
+        (
+            ANYTHING + "def f(x): return X()",
+            "import unittest\nclass A(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(2), 4)",
+            0.0,
+        ),
+        *(
+            (MONEY, f"assert {test}", 1.0)
+            for test in ("pay(2) == pay(2)", "pay(2) != pay(3)", "Money(2) == 2", "f(2) == 4")
+        ),
+        (MONEY, "class Any:\n    def __eq__(self, other): return True\nassert pay(2) == Any()", 1.0),
+    ],
+)
+def test_only_an_equal_result_passes_an_assertion(program: str, test: str, value: float) -> None:
+    assert reward()([""], [f"```python\n{program}\n```"], tests=[[test]]) == [value]
+
+
 @pytest.mark.parametrize("test", [HUMAN_EVAL, f"{HUMAN_EVAL}\ncheck(candidate)", "assert candidate(2) == 4"])
 @pytest.mark.parametrize("entry_point", ["f", "Solution().f", "Solution.f"])
 def test_an_entry_point_may_be_a_method_and_use_the_names_of_its_starter(test: str, entry_point: str) -> None:
