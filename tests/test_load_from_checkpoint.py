@@ -108,6 +108,33 @@ def test_options_are_hyperparameters_as_plain_values_that_no_checkpoint_repeats(
     assert "hyper_parameters" not in torch.load(saved(tmp_path)[1], weights_only=True)
 
 
+class Renamed(Named):
+    """Leaves the further option to its base class."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+
+
+class Fixed(Named):
+    """Sets the further option itself."""
+
+    def __init__(self, policy: Any, rewards: Any, tokenizer: Any = None, sampling: Any = None, **options: Any) -> None:
+        further = {**options, "share": 0.25}
+        super().__init__(policy=policy, rewards=rewards, tokenizer=tokenizer, sampling=sampling, **further)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "share"),
+    [(Named, {}, 0.5), (Named, {"share": 0.75}, 0.75), (Renamed, {}, 0.5), (Fixed, {}, 0.25)],
+)
+def test_hyperparameters_of_a_subclass_come_back(
+    kind: type[Named], given: dict[str, Any], share: float, tmp_path: Path
+) -> None:
+    module = kind(share=0.5, **AGAIN, sampling=SamplingParams(max_new_tokens=2))
+    fit(module, limit_train_batches=1).save_checkpoint(tmp_path / "own.ckpt")
+    assert kind.load_from_checkpoint(tmp_path / "own.ckpt", **AGAIN, **given).share == share
+
+
 def test_a_policy_by_path_and_its_tokenizer_need_nothing(tmp_path: Path) -> None:
     module, path = saved(tmp_path, policy=pretrained(tmp_path / "policy"))
     loaded = RLLightningModule.load_from_checkpoint(path, rewards=parity_reward)

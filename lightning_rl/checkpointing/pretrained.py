@@ -1,11 +1,13 @@
 """Export: from a checkpoint to the arguments of a module, and from a policy to a Hugging Face folder."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from lightning.pytorch import LightningModule
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -68,7 +70,7 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
 
 
 def restore_module(
-    kind: Callable[..., Any], path: Any, map_location: Any, arguments: Mapping[str, Any], *, strict: bool
+    kind: type[LightningModule], path: Any, map_location: Any, arguments: Mapping[str, Any], *, strict: bool
 ) -> Any:
     """Return a module with the weights and options of a checkpoint.
 
@@ -86,10 +88,22 @@ def restore_module(
     options, lost = restore_options(described, arguments)
     if "rewards" in lost:
         options["rewards"] = _no_rewards
-    module = kind(**options)
+    module: Any = kind(**_further_options(kind, checkpoint) | options)
     module.lost_code = lost
     module.load_state_dict(checkpoint["state_dict"], strict=strict)
     return module
+
+
+def _further_options(kind: type[LightningModule], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters that a subclass saved and that its constructor, or one it passes them to, takes."""
+    names = set[str]()
+    for one in kind.__mro__:
+        parameters = inspect.signature(one).parameters.values()
+        names |= {parameter.name for parameter in parameters}
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    saved = checkpoint.get(kind.CHECKPOINT_HYPER_PARAMS_KEY, {})
+    return {name: value for name, value in saved.items() if name in names}
 
 
 def _no_rewards(prompts: Sequence[Any], **_: Any) -> list[None]:
