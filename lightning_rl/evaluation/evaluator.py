@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.data import PromptDataModule
@@ -46,6 +47,7 @@ class Evaluator:
         self._predictions: list[Record] = []
         self._rank = 0
         self._val_limit: int | float | None = None
+        self._warned = set[str]()
 
     def encode(
         self,
@@ -177,6 +179,10 @@ class Evaluator:
         file = f"step_{trainer.global_step:06d}" if fitting else {"val": "validate"}.get(run.stage, run.stage)
         run.report(failed_folder, file)
         warn_of_nan(figures)
+        for name, text in run.idle_thresholds().items():
+            if name not in self._warned:
+                rank_zero_warn(text)
+            self._warned.add(name)
         if trainer.loggers and not trainer.sanity_checking:
             run.write(folder / "evaluations", file, writing=trainer.is_global_zero)
         return frozenset(figures)

@@ -65,6 +65,7 @@ class EvaluationRun:
         self.outcomes: list[list[Outcome]] = [[] for _ in questions]
         self.broken = [0 for _ in questions]
         self.calls: list[Sequence[RewardCall]] = [() for _ in questions]
+        self.extremes = [(math.inf, -math.inf) for _ in questions]
 
     def answer(self, batch: EvaluationBatch, sampler: Sampler) -> None:
         """Generate this rank's share of a batch in one call of the engine, score it, and update the tallies."""
@@ -94,6 +95,9 @@ class EvaluationRun:
         correct, by = (1.0, None) if evaluation is None else (evaluation.correct, evaluation.correct_by)
         scores = deciding_scores(rollout, by).masked_fill(~rollout.rewarded, torch.nan)
         solved = scores >= correct
+        low, high = self.extremes[number]
+        decided = scores[~scores.isnan()].tolist()
+        self.extremes[number] = min([low, *decided]), max([high, *decided])
         places = torch.tensor([self.places[number][prompt.index] for prompt in prompts], dtype=torch.int64)
         self.tallies[number].update(
             places, table_rows(rollout, failed, ~scores.isnan(), solved, answers, questions.samples)
@@ -126,6 +130,22 @@ class EvaluationRun:
         counts = [sum(rank) for rank in zip(*self.collectives.objects(self.broken), strict=True)]
         heads = [self.stage if q.evaluation is None else f"{self.stage}/{q.name}" for q in self.questions]
         return {f"{head}/env/failed": float(count) for head, count in zip(heads, counts, strict=True)}
+
+    def idle_thresholds(self) -> dict[str, str]:
+        """Return a warning for each evaluation with different scores that ``correct`` does not divide. A collective."""
+        warned = dict[str, str]()
+        every_rank = zip(*self.collectives.objects(self.extremes), strict=True)
+        for questions, extremes in zip(self.questions, every_rank, strict=True):
+            low, high = min(low for low, _ in extremes), max(high for _, high in extremes)
+            evaluation = questions.evaluation
+            if evaluation is not None and low < high and not low < evaluation.correct <= high:
+                solved, cure = ("every", "raise") if evaluation.correct <= low else ("no", "lower")
+                warned[evaluation.name] = (
+                    f"expected some samples of evaluation {evaluation.name!r} to be solved and others not, got "
+                    f"{solved} sample with a score of at least correct={evaluation.correct:g}: {cure} correct= if the "
+                    f"scores, {low:g} to {high:g}, have another scale"
+                )
+        return warned
 
     @property
     def on_the_bar(self) -> frozenset[str]:

@@ -123,6 +123,18 @@ def test_large_rewards_keep_their_digits() -> None:
     assert figures["val/large/reward/task"] == 1e12 + 0.25 and figures["val/large/pass@1"] == 1.0
 
 
+@pytest.mark.parametrize(("correct", "solved", "cure"), [(100.0, "no", "lower"), (0.0, "every", "raise")])
+def test_a_threshold_that_divides_no_scores_is_warned_of_once(correct: float, solved: str, cure: str) -> None:
+    module = scripted_module([GREEDY, several(correct=correct)])
+    text = (
+        f"expected some samples of evaluation 'several' to be solved and others not, got {solved} sample with a score "
+        f"of at least correct={correct:g}: {cure} correct= if the scores, 0 to 1, have another scale"
+    )
+    with pytest.warns(UserWarning, match=f"^{re.escape(text)}$"):
+        a_trainer().validate(module, verbose=False)
+    a_trainer().validate(module, verbose=False)
+
+
 def test_rewards_of_an_evaluation_are_its_own_and_missing_ones_count_nowhere() -> None:
     def half(prompts: Any, completions: Any, **_: Any) -> list[float | None]:
         return [0.5 if text.startswith("a") else None for text in completions]
@@ -285,9 +297,9 @@ def test_prompts_may_be_a_data_set_with_options_of_its_own() -> None:
     rows = [{"question": [4] * 9, "level": 0}, {"question": [4], "level": 1}, {"question": [5], "level": 2}]
     prompts = PromptDataset(rows, columns={"prompt": "question"}, max_prompt_tokens=3, too_long="drop")
     engine = FakeEngine(lambda request: [request.prefix_ids[0], EOS])
-    module = tiny_module(engine=engine, evaluation=Evaluation("kept", prompts, rewards=level_reward))
+    module = tiny_module(engine=engine, evaluation=Evaluation("kept", prompts, rewards=level_reward, correct=2))
     (figures,) = a_trainer().validate(module, tiny_prompts(validation=prompts), verbose=False)
-    assert figures["val/kept/reward/task"] == 1.5 and figures["val/kept/pass@1"] == 1.0
+    assert figures["val/kept/reward/task"] == 1.5 and figures["val/kept/pass@1"] == 0.5
     assert [request.prefix_ids for request in engine.requests] == [(4,), (5,)] * 2
 
 

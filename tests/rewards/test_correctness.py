@@ -52,6 +52,7 @@ def code(prompts: Sequence[Any], completions: Any, **_: Any) -> list[float | Non
         (wrong, None, 0.0),
     ],
 )
+@pytest.mark.filterwarnings("ignore:expected some samples of evaluation")  # "short" alone decides in one case
 def test_an_evaluation_counts_what_the_function_finds_correct(rewards: Any, by: str | None, solved: float) -> None:
     evaluations = [
         Evaluation("own", [[2], [3]], samples=2, rewards=rewards, correct_by=by),
