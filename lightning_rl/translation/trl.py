@@ -17,6 +17,7 @@ import yaml
 from lightning_rl.translation.trl_options import FURTHER, OPTIONS, RENAMED, VERSION
 from lightning_rl.translation.trl_script import Function, Line, Script, cells_of, read_script
 
+ROWS = "per_device_train_batch_size"
 EPSILON = 1e-4  # added to standard deviations by TRL
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 SIGNS = {"positive": "pos", "negative": "neg"}
@@ -111,7 +112,7 @@ def from_trl(
         raise UnreadableError(f"expected {path} to be a script, YAML or JSON, got an error: {error}{cure}") from error
     if not isinstance(values, dict):
         raise UnreadableError(f"expected {path} to hold options by name, got {type(values).__name__}: {COMMAND}")
-    left_out = [name for name in values if name in ignore]
+    left_out = {name: value for name, value in values.items() if name in ignore}
     values = {name: value for name, value in values.items() if name not in ignore}
     if rewards:
         values = {**values, "reward_funcs": list(rewards), "reward_model_name_or_path": None}
@@ -119,8 +120,8 @@ def from_trl(
         values = {**values, "dataset_name": prompts, "dataset_config": None}
     if model:
         values["model_name_or_path"] = model
-    left_out = [name for name in left_out if name not in values]
-    writer = _Writer(values, devices, script if not rewards else Script({}, "", frozenset()))
+    left_out = {name: value for name, value in left_out.items() if name not in values}
+    writer = _Writer(values, devices, script if not rewards else Script({}, "", frozenset()), left_out)
     for name in left_out:
         line = script.options.get(name)
         writer.notes[name] = f"left out by --ignore{f'; {line.text}' if isinstance(line, Line) else ''}"
@@ -176,8 +177,10 @@ def _local_name(path: str) -> str:
 class _Writer:
     """Writer of a recipe; each method translates the options of one part."""
 
-    def __init__(self, values: Mapping[str, Any], devices: int, script: Script) -> None:
-        self.devices = devices
+    def __init__(
+        self, values: Mapping[str, Any], devices: int, script: Script, left_out: Mapping[str, Any] = {}
+    ) -> None:
+        self.devices, self.left_out = devices, left_out
         self.definitions = script.definitions
         self.notes: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
@@ -405,9 +408,26 @@ class _Writer:
         filters = {name: self[name] for name, value in neutral.items() if self[name] != value}
         return _call("lightning_rl.SamplingParams", max_new_tokens=self["max_completion_length"], **filters)
 
+    def rows_per_device(self) -> int:
+        """Return the rows of a microbatch; refuse them if a device's step has no whole number of groups."""
+        rows, group, accumulation = self[ROWS], self["num_generations"], self["gradient_accumulation_steps"]
+        if not rows * accumulation % group:
+            return rows
+        wanted, unit = self.value_of(ROWS, self.left_out.get(ROWS, rows)), group // math.gcd(group, accumulation)
+        below = wanted // unit * unit if isinstance(wanted, int) else 0
+        sizes = [size for size in (below, below + unit) if size]
+        if ROWS not in self.left_out:
+            reason = f"expected whole groups of {group} in the {rows} x {accumulation} rows of a step on each device"
+            taken = sizes[0] if OPTIONS[ROWS].default * accumulation % group else OPTIONS[ROWS].default
+            self.refuse(ROWS, f"{reason}: set it to {' or '.join(map(str, sizes))}, or --ignore it for {taken}")
+            return rows
+        self.values[ROWS] = sizes[0]
+        self.notes[ROWS] = f"left out by --ignore; {sizes[0]} rows make whole groups on each device"
+        return sizes[0]
+
     def rollout(self) -> tuple[int, dict[str, int]]:
         """Return the number of prompts per rollout, and minibatches and epochs if they are not 1."""
-        rows, group = self["per_device_train_batch_size"] * self.devices, self["num_generations"]
+        rows, group = self.rows_per_device() * self.devices, self["num_generations"]
         accumulation, steps = self["gradient_accumulation_steps"], self["steps_per_generation"]
         if self["generation_batch_size"] is not None:
             if steps is not None or self["generation_batch_size"] % rows:
@@ -419,9 +439,6 @@ class _Writer:
         if steps % accumulation or not steps:
             reason = f"expected a multiple of gradient_accumulation_steps={accumulation}, got {steps}"
             self.refuse("steps_per_generation", f"{reason}: a rollout is a whole number of optimizer steps")
-        elif rows * steps % group or not prompts or prompts % (minibatches * self.devices):
-            reason = f"expected whole groups of {group} for {minibatches} steps of {self.devices} devices"
-            self.refuse("per_device_train_batch_size", f"{reason}, got {rows * steps} rows; see --devices")
         if minibatches > 1:
             self.notes["steps_per_generation"] = (
                 f"{OPTIONS['steps_per_generation'].note}, and under dapo, cispo and vespo it divides by the mean of "

@@ -24,6 +24,7 @@ MINIMAL = {
 }
 
 # A value of each option that has a place in a recipe, and what else has to be set for it to count.
+ROWS = "per_device_train_batch_size"
 VLLM = {"use_vllm": True}
 SERVER = {**VLLM, "vllm_mode": "server"}
 ADAPTER = {"use_peft": True}
@@ -192,6 +193,25 @@ def test_options_that_do_not_fit_are_refused_by_name(options: dict[str, Any], na
     with pytest.raises(RefusedError) as refused:
         from_trl(write(tmp_path, **options))
     assert [*refused.value.reasons] == [name]
+
+
+@pytest.mark.parametrize(
+    ("rows", "accumulation", "group", "devices", "sizes", "taken"),
+    [(16, 16, 7, 7, [14, 21], 14), (1, 1, 6, 1, [6], 6), (16, 1, 6, 1, [12, 18], 12), (13, 2, 8, 3, [12, 16], 8)],
+)
+def test_a_refused_batch_names_sizes_that_work(
+    rows: int, accumulation: int, group: int, devices: int, sizes: list[int], taken: int, tmp_path: Path
+) -> None:
+    options = {ROWS: rows, "gradient_accumulation_steps": accumulation, "num_generations": group}
+    with pytest.raises(RefusedError) as refused:
+        from_trl(write(tmp_path, **options), devices)
+    cure = f": set it to {' or '.join(map(str, sizes))}, or --ignore it for {taken}"
+    assert refused.value.reasons[ROWS].endswith(cure)
+    for size in sizes:
+        from_trl(write(tmp_path, **{**options, ROWS: size}), devices)
+    source, notes = from_trl(write(tmp_path, **options), devices, ignore=[ROWS])
+    assert notes[ROWS].startswith("left out by --ignore")
+    assert f"prompts_per_rollout={taken * accumulation * devices // group}," in source
 
 
 def test_a_default_of_trl_is_written_out_where_ours_is_another(tmp_path: Path) -> None:
