@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from lightning_rl.translation.trl_options import FURTHER, OPTIONS, RENAMED, VERSION
+from lightning_rl.translation.trl_options import FURTHER, OLDER, OLDER_BETA, OPTIONS, RENAMED, VERSION
 from lightning_rl.translation.trl_script import Function, Line, Script, cells_of, read_script
 
 ROWS = "per_device_train_batch_size"
@@ -186,6 +186,11 @@ class _Writer:
         self.reasons: dict[str, str] = {}
         renamed = {new: values[old] for old, new in RENAMED.items() if values.get(old) is not None}
         self.notes |= {old: f"the older name of {RENAMED[old]}" for old in values if old in RENAMED}
+        if "beta" not in values and (older := [name for name in values if name in OLDER]):
+            self.notes["beta"] = (
+                f"{older[0]} is of older versions of TRL, many of which had beta={OLDER_BETA} by default: this recipe "
+                f"has no KL term; for that of such a run, add ReferenceKL(beta={OLDER_BETA}, as_loss=True)"
+            )
         self.values = renamed | {name: value for name, value in values.items() if name not in RENAMED}
         self.values = {name: self.value_of(name, value) for name, value in self.values.items()}
         if script.names & NAMES:

@@ -383,6 +383,12 @@ RENAMED = {
 }
 """New names of options by those of older versions and of open-r1."""
 
+OLDER = (*RENAMED, "max_prompt_length", "use_liger_loss", "vllm_device", "vllm_dtype", "vllm_enable_prefix_caching")
+"""Options that a file for an older version of TRL may have."""
+
+OLDER_BETA = 0.04
+"""Default of `beta` in older versions of TRL."""
+
 FURTHER: Table = (
     different(
         '`PromptDataModule(max_prompt_tokens=, too_long="drop")`',

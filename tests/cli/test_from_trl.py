@@ -196,6 +196,21 @@ def test_options_that_do_not_fit_are_refused_by_name(options: dict[str, Any], na
 
 
 @pytest.mark.parametrize(
+    ("options", "noted"),
+    [
+        ({"max_prompt_length": 64}, True), ({"torch_dtype": "bfloat16"}, True), ({}, False),
+        ({"max_prompt_length": 64, "beta": 0.0}, False), ({"max_prompt_length": 64, "beta": 0.1}, False),
+    ],
+)  # fmt: skip
+def test_a_file_of_an_older_version_without_beta_has_a_note_of_its_default(
+    options: dict[str, Any], noted: bool, tmp_path: Path
+) -> None:
+    source, notes = from_trl(write(tmp_path, **options))
+    assert ("add ReferenceKL(beta=0.04, as_loss=True)" in notes.get("beta", "")) is noted
+    assert ("had beta=0.04 by default" in " ".join(source.split())) is noted
+
+
+@pytest.mark.parametrize(
     ("rows", "accumulation", "group", "devices", "sizes", "taken"),
     [(16, 16, 7, 7, [14, 21], 14), (1, 1, 6, 1, [6], 6), (16, 1, 6, 1, [12, 18], 12), (13, 2, 8, 3, [12, 16], 8)],
 )
