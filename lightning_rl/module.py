@@ -38,7 +38,7 @@ from lightning_rl.rollouts.sample import staleness
 from lightning_rl.rollouts.step_metrics import begin_trace
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm
 from lightning_rl.update import StepGradient, accumulate_gradient
-from lightning_rl.utils.arguments import refuse_old_names
+from lightning_rl.utils.arguments import refuse_other_names
 from lightning_rl.utils.library_hooks import LibraryHooks
 from lightning_rl.utils.renamed import RENAMED
 from lightning_rl.utils.seeding import seed_everything
@@ -117,7 +117,7 @@ class RLLightningModule(BaseModule):
             or data do not fit together.
     """
 
-    @refuse_old_names(**RENAMED)
+    @refuse_other_names("RLLightningModule", **RENAMED)
     def __init__(
         self,
         policy: ModelSource,

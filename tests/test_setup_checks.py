@@ -427,6 +427,7 @@ def test_all_problems_of_a_run_are_reported_at_once() -> None:
         (Environment, "step", "steps"),
         (RLLightningModule, "on_train_batch_end", "on_train_batch_ends"),
         (RLLightningModule, "on_fit_start", "on_fit_starts"),
+        (RLLightningModule, "on_train_batch_end", "on_train_step_end"),
         (RLLightningModule, "configure_optimizers", "configure_optimizer"),
         (PromptDataModule, "on_exception", "on_exceptions"),
     ],

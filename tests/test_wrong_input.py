@@ -32,6 +32,7 @@ from lightning_rl import (
     FaultTolerance,
     PromptDataModule,
     RLLightningModule,
+    SamplingParams,
     TransformersEngine,
     VLLMServerEngine,
     presets,
@@ -553,6 +554,26 @@ def test_an_old_name_of_an_option_is_refused_with_the_new_one() -> None:
     for old, new in {**PLACES, "epochs": "epochs_per_rollout=", "token_budget": BUDGET}.items():
         with pytest.raises(TypeError, match=f"expected {re.escape(new)}, got {old}=, its old name: rename it"):
             options("model", parity_reward, **{old: 1})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "place"),
+    [
+        (RLLightningModule, "learning_rate", "optimizer=partial(AdamW, lr=) of RLLightningModule"),
+        (RLLightningModule, "num_generations", "group_size= of RLLightningModule"),
+        (RLLightningModule, "group_sizes", "group_size= of RLLightningModule"),
+        (RLLightningModule, "callbacks", "callbacks= of Trainer"),
+        (RLLightningModule, "temperature", "temperature= of SamplingParams"),
+        (PromptDataModule, "batch_size", "prompts_per_rollout= of PromptDataModule"),
+        (PromptDataModule, "train", "prompts= of PromptDataModule"),
+        (PromptDataModule, "num_workers", "no loader of PromptDataModule, which reads rows in the main process"),
+        (SamplingParams, "max_tokens", "max_new_tokens= of SamplingParams"),
+        (SamplingParams, "temperatures", "temperature= of SamplingParams"),
+    ],
+)
+def test_an_unknown_argument_is_refused_with_its_place(kind: Any, name: str, place: str) -> None:
+    with pytest.raises(TypeError, match=f"^expected {re.escape(place)}, got {name}= of {kind.__name__}: "):
+        kind(**{name: 1})
 
 
 def test_a_preset_is_no_list_of_callbacks() -> None:

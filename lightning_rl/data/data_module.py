@@ -21,7 +21,7 @@ from lightning_rl.data.prompt_stream import PromptStream
 from lightning_rl.data.row_schema import CONTINUES, ColumnCheck, PromptForm
 from lightning_rl.data.sources import PromptSource, is_hugging_face, open_source
 from lightning_rl.data.step_loader import StepIndex, StepLoader
-from lightning_rl.utils.arguments import check_bools, check_counts
+from lightning_rl.utils.arguments import check_bools, check_counts, refuse_other_names
 from lightning_rl.utils.library_hooks import LibraryHooks, check_overrides
 from lightning_rl.utils.naming import in_words
 
@@ -70,6 +70,7 @@ class PromptDataModule(LightningDataModule):
         ValueError: If an option is wrong, a row cannot be read, or there are fewer prompts than a rollout needs.
     """
 
+    @refuse_other_names("PromptDataModule")
     def __init__(
         self,
         prompts: PromptDataset | PromptSource,

@@ -332,6 +332,8 @@ def misread(
     """
     options = options or {}
     calls = _written_calls(tokenizer, options)
+    if not calls and _renders_call(tokenizer, options):
+        return "the tokenizer has no tokens for the tool calls that the chat template writes"
     if not calls:
         return "the chat template writes no tool calls"
     faults = [_misread_call(_read(parser, tokenizer, *call), call[1]) for call in calls]
@@ -373,6 +375,15 @@ def _written_calls(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any
                 found.append(written)
                 break
     return found
+
+
+def _renders_call(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> bool:
+    """Return True if the text of the chat template has a call, before the tokenizer encodes it."""
+    call = [QUESTION, _call_message(LATER, "call00000", "", as_text=False)]
+    try:
+        return LATER in _render(tokenizer, call, options, add_generation_prompt=False)
+    except Exception:  # noqa: BLE001  a template may raise anything
+        return False
 
 
 def _call_head(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lightning_rl.utils.arguments import check_counts, check_numbers
+from lightning_rl.utils.arguments import check_counts, check_numbers, refuse_other_names
 
 CANDIDATES = 1024  # most likely tokens that top-p tries before it sorts the vocabulary
 UNITS = 2**30  # integer that stands for probability 1, see in_units
@@ -76,6 +76,9 @@ class SamplingParams:
                 f"expected random sampling for {use}, got {name}={getattr(self, name):g}, with which all samples of a "
                 f"prompt are equal: raise {name}"
             )
+
+
+SamplingParams.__init__ = refuse_other_names("SamplingParams")(SamplingParams.__init__)
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from lightning_rl.distributed import RunEndError
 from lightning_rl.rollout import Rollout
 from lightning_rl.utils.arguments import check_counts
 
+MAX_RATE = 1e-2  # a higher one is named first
 SHOWN = ("groups/sampled", "groups/filtered", "groups/solved", "groups/unsolved", "groups/zero_variance")
 SHOWN += ("engine/aborted", "reward/failed", "length/truncated")
 
@@ -58,7 +59,7 @@ class StopOnZeroGradient(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self.count, self.reason = 0, ""
+        self.count, self.reason, self._highest = 0, "", 0.0
         self.learning = self.stopped = self.warned = self.over = False
         self.figures: Mapping[str, float] = {}
 
@@ -90,6 +91,7 @@ class StopOnZeroGradient(Callback):
 
         A non-finite norm counts as a gradient.
         """
+        self._highest = max([self._highest, *rates])
         moves, has_gradient = any(rate != 0 for rate in rates), bool(norm != 0)
         self.learning = self.learning or (has_gradient and moves)
         self.stopped = self.stopped or (has_gradient and not moves)
@@ -111,7 +113,9 @@ class StopOnZeroGradient(Callback):
             self.warned = False
             return
         self.reason = (
-            f"{STOPPED} ({_last(self.figures)})" if stopped else _reason(self.figures, corrections, constant_calls)
+            f"{STOPPED} ({_last(self.figures)})"
+            if stopped
+            else f"{_high_rate(self._highest)}{_reason(self.figures, corrections, constant_calls)}"
         )
         patience = math.inf if self.patience is None else self.patience
         if self.warned:
@@ -163,6 +167,16 @@ def row_counts(rollout: Rollout) -> dict[str, Stat]:
 def _reason(figures: Mapping[str, float], corrections: Corrections, constant_calls: str) -> str:
     """Return the cause of a zero gradient, the change to make, and the metrics that show it."""
     return f"{_cause(figures, corrections, constant_calls)} ({_last(figures)})"
+
+
+def _high_rate(rate: float) -> str:
+    """Return a cause before all others if the learning rate of the run was far above those that train a policy."""
+    if rate <= MAX_RATE:
+        return ""
+    return (
+        f"a learning rate of {rate:g} has likely destroyed the policy: lower lr of optimizer=, as to 1e-6, and start "
+        "from the first weights. If not, "
+    )
 
 
 def _last(figures: Mapping[str, float]) -> str:

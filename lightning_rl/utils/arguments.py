@@ -4,32 +4,44 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Set
+from difflib import get_close_matches
 from functools import partial, wraps
 from numbers import Real
 from typing import Any, TypeVar, cast
 
 from lightning_rl.utils.naming import name_of
+from lightning_rl.utils.renamed import ELSEWHERE
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def refuse_old_names(**renamed: str) -> Callable[[F], F]:
-    """Return a decorator that raises TypeError for old names of options.
+def refuse_other_names(owner: str, **renamed: str) -> Callable[[F], F]:
+    """Return a decorator that raises TypeError for unknown names of options, with the name to use instead.
 
     Args:
+        owner: Name of the class, whose constructor is decorated.
         renamed: New names by old names, such as ``"group_size="`` or ``"rewards=Rewards(timeout=)"``.
 
     Example:
-        >>> refuse_old_names(n="group_size=")(lambda *, group_size=8: group_size)(n=4)
+        >>> refuse_other_names("Module", n="group_size=")(lambda *, group_size=8: group_size)(n=4)
         Traceback (most recent call last):
         TypeError: expected group_size=, got n=, its old name: rename it
     """
 
     def decorate(function: F) -> F:
+        known = list(inspect.signature(function).parameters)
+
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            for old in renamed.keys() & kwargs.keys():
-                raise TypeError(f"expected {renamed[old]}, got {old}=, its old name: rename it")
+            for name in kwargs:
+                if name in known:
+                    continue
+                if name in renamed:
+                    raise TypeError(f"expected {renamed[name]}, got {name}=, its old name: rename it")
+                near = get_close_matches(name, known, 1, cutoff=0.75)
+                if name in ELSEWHERE or near:
+                    place = ELSEWHERE.get(name) or f"{near[0]}= of {owner}"
+                    raise TypeError(f"expected {place}, got {name}= of {owner}: pass it there")
             return function(*args, **kwargs)
 
         return cast(F, call)

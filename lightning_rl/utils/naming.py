@@ -75,7 +75,8 @@ def check_hooks(cls: type, base: type, further: Iterable[str] = ()) -> None:
 
 
 def _refuse_near_name(cls: type, name: str, called: Iterable[str]) -> None:
-    if near := get_close_matches(name, [*called], 1, cutoff=0.85):
+    called, batch = [*called], name.replace("_step_", "_batch_")
+    if near := [batch] if batch in called else get_close_matches(name, called, 1, cutoff=0.85):
         raise ValueError(
             f"expected {cls.__name__} to define {near[0]}, got {name}, which nothing calls: write {near[0]}, "
             "or give a method of your own a name that is less like it"

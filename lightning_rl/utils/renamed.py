@@ -1,4 +1,4 @@
-"""Former arguments of `RLLightningModule`, each with the argument to pass instead."""
+"""Arguments by names that are not theirs: former ones of `RLLightningModule`, and those of TRL, vLLM and Lightning."""
 
 RENAMED = {
     "activation_checkpointing": "model=ModelOptions(activation_checkpointing=)",
@@ -30,3 +30,27 @@ RENAMED = {
     "tools": "environment=Conversations()",
     "value_loss": "critic=Critic(loss=)",
 }
+
+PROMPTS, SAMPLING, TRAINER = "PromptDataModule", "SamplingParams", "Trainer"
+ELSEWHERE = {
+    **dict.fromkeys(("learning_rate", "lr", "weight_decay"), "optimizer=partial(AdamW, lr=) of RLLightningModule"),
+    **dict.fromkeys(("num_generations", "n"), "group_size= of RLLightningModule"),
+    **dict.fromkeys(("reward_funcs", "reward"), "rewards= of RLLightningModule"),
+    **dict.fromkeys(("num_iterations", "ppo_epochs"), "epochs_per_rollout= of RLLightningModule"),
+    **dict.fromkeys(("batch_size", "per_device_train_batch_size"), f"prompts_per_rollout= of {PROMPTS}"),
+    "per_device_eval_batch_size": f"validation_batch_size= of {PROMPTS}",
+    **dict.fromkeys(("train", "train_dataset", "dataset"), f"prompts= of {PROMPTS}"),
+    **dict.fromkeys(("val", "eval_dataset", "val_dataset"), f"validation= of {PROMPTS}"),
+    **dict.fromkeys(("num_workers", "pin_memory"), f"no loader of {PROMPTS}, which reads rows in the main process"),
+    **dict.fromkeys(("max_tokens", "max_completion_length"), f"max_new_tokens= of {SAMPLING}"),
+    **{name: f"{name}= of {SAMPLING}" for name in ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop")},
+    "max_prompt_length": f"max_prompt_tokens= of {PROMPTS}",
+    **dict.fromkeys(("beta", "kl_coef"), f"ReferenceKL(beta=) in callbacks= of {TRAINER}"),
+    **dict.fromkeys(("epsilon", "clip_range"), "loss=ClippedSurrogate(clip_low=, clip_high=) of RLLightningModule"),
+    **{
+        name: f"{name}= of {TRAINER}"
+        for name in ("callbacks", "max_steps", "max_epochs", "precision", "devices", "logger")
+    },
+    "gradient_accumulation_steps": "minibatches_per_rollout= of RLLightningModule, the number of steps per rollout",
+}
+"""Places of arguments by the names that TRL, vLLM and Lightning have for them, and by their own."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from environments.templates import FAMILIES, tokenizer_of
+from kit.support import tiny_tokenizer
 
 from lightning_rl.environments import Action, JsonParser, ParserError, RendererParser, TemplateParser, parser_for
 from lightning_rl.environments.parsing import check_source, misread
@@ -510,6 +511,15 @@ def test_without_a_source_the_first_that_reads_the_template_is_taken() -> None:
 def test_a_tokenizer_whose_calls_nobody_reads_is_refused_with_the_cure(name: str, source: Any, message: str) -> None:
     with pytest.raises(ParserError, match=f"(?s){message}.*pass tool_parser= with a response template of transformers"):
         parser_for(tokenizer_of(name), source)
+
+
+def test_a_tokenizer_without_tokens_for_calls_is_named_instead_of_its_template() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = FAMILIES["qwen2.5"].template
+    with pytest.raises(
+        ParserError, match="the tokenizer has no tokens for the tool calls that the chat template writes"
+    ):
+        parser_for(tokenizer)
 
 
 def test_a_parser_that_reads_an_earlier_call_again_is_refused() -> None:

@@ -166,11 +166,11 @@ def test_the_count_is_part_of_a_checkpoint_in_the_middle_of_a_rollout() -> None:
     assert (again.count, again.learning, again.figures) == (4, True, FIGURES)
 
 
-def ends(callback: StopOnZeroGradient, rollouts: list[dict[str, float]]) -> str | None:
+def ends(callback: StopOnZeroGradient, rollouts: list[dict[str, float]], rate: float = 1e-6) -> str | None:
     """The message with which rollouts end a run; None if they do not."""
     for number, figures in enumerate(rollouts):
         callback.figures = figures
-        callback.note(torch.tensor(figures["tokens with an advantage"]), [0.1])
+        callback.note(torch.tensor(figures["tokens with an advantage"]), [1e-6, rate])
         callback.end_rollout(number, Corrections())
         try:
             callback.check()
@@ -213,6 +213,14 @@ def test_the_advice_can_help(solved: int, unsolved: int, advice: str, useless: s
     message = ends(StopOnZeroGradient(8), [figures] * 3)
     assert message and re.search(advice, message) and not re.search(useless, message), message
     assert f"{solved / 4:.0%} of the groups solved, {unsolved / 4:.0%} unsolved" in message
+
+
+@pytest.mark.filterwarnings(IDLE)
+@pytest.mark.parametrize(("rate", "named"), [(1.0, True), (0.1, True), (1e-2, False), (1e-6, False)])
+def test_a_high_learning_rate_is_the_first_cause(rate: float, named: bool) -> None:
+    message = ends(StopOnZeroGradient(8), [FIGURES] * 3, rate)
+    first = f"(patience=8): a learning rate of {rate:g} has likely destroyed the policy: lower lr of optimizer="
+    assert message and (first in message) is named is ("destroyed" in message) and "every advantage is zero" in message
 
 
 def test_a_norm_that_is_not_finite_is_no_sign_of_idleness() -> None:
