@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_rl.data.rows import MemoryRows
 from lightning_rl.utils.naming import in_words
+from lightning_rl.utils.strict_json import parse_json
 
 SAVE_UTF_8 = "it is in another encoding, such as Latin-1: save it as UTF-8"
 LFS = b"version https://git-lfs.github.com/spec"
@@ -38,17 +39,24 @@ def read_json_lines(path: Path) -> MemoryRows:
         for number, line in enumerate(file, start=1):  # binary mode, because text mode splits at U+2028 in strings
             if line.strip():
                 try:
-                    rows.append(json.loads(line.removeprefix(BOM_UTF8).decode()))
+                    rows.append(parse_json(line.removeprefix(BOM_UTF8).decode()))
                 except ValueError as error:
                     text = line.decode("utf-8", errors="replace").strip()
                     coded = isinstance(error, UnicodeDecodeError)
-                    cure = SAVE_UTF_8 if coded else "write each row as one line, with nothing after it"
+                    cure = _cure(error, "write each row as one line, with nothing after it")
                     raise ValueError(
                         f"expected one JSON value on each line{', in UTF-8' if coded else ''}, got {text[:80]!r} in "
                         f"{path}, line {number} ({error}): {cure}"
                     ) from error
                 lines.append(number)
     return MemoryRows(rows, partial(_line_of, path, lines))
+
+
+def _cure(error: ValueError, misplaced: str) -> str:
+    """Return the cure of an error; ``misplaced`` is that of text which is no JSON."""
+    if isinstance(error, UnicodeDecodeError):
+        return SAVE_UTF_8
+    return misplaced if isinstance(error, json.JSONDecodeError) else "write null for a missing number, and flat values"
 
 
 def _line_of(path: Path, lines: Sequence[int], number: int) -> str:
@@ -63,10 +71,9 @@ def read_json(path: Path) -> MemoryRows:
         ValueError: If the file is not JSON or holds another type.
     """
     try:
-        rows = json.loads(path.read_bytes().decode("utf-8-sig"))
+        rows = parse_json(path.read_bytes().decode("utf-8-sig"))
     except ValueError as error:
-        coded = isinstance(error, UnicodeDecodeError)
-        cure = SAVE_UTF_8 if coded else "rename a file with one value on each line to .jsonl"
+        cure = _cure(error, "rename a file with one value on each line to .jsonl")
         raise ValueError(f"expected {path} to hold one JSON list of rows, got an error ({error}): {cure}") from error
     if not isinstance(rows, list):
         keys = f" with the entries {in_words(rows)}" if isinstance(rows, Mapping) else ""

@@ -106,7 +106,7 @@ def read_call(function: Any, **more: Any) -> ToolCall:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"the arguments of {name} are no JSON: {arguments!r:.500}: {error}") from error
     if not isinstance(arguments, Mapping):
         raise ValueError(f"the arguments of {name} have to be an object, got {arguments!r:.500}")

@@ -432,7 +432,7 @@ def _whole_call(call: Any) -> dict[str, Any]:
     read = {"name": call.name, "arguments": call.arguments, "id": call.id}
     try:
         written = {} if call.arguments else json.loads(call.raw)
-    except ValueError:  # another format
+    except (ValueError, RecursionError):  # another format
         return read
     return {**written, "id": call.id} if isinstance(written, Mapping) and written.get("name") == call.name else read
 

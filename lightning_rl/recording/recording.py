@@ -25,6 +25,7 @@ from lightning_rl.utils.atomic_write import write_atomically
 FORMAT = 3
 ENTRIES = {"rollout", "rank", "ranks", "device", "threads", "versions", "options", "algorithm", "states", "plan"}
 ENTRIES |= {"steps", "samples"}
+NUMBERS = ("rollout", "rank", "ranks", "threads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,8 @@ class Recording:
             raise ValueError(f"expected a recording of format {FORMAT}, got {got!r:.80} in {text}")
         if missing := sorted(ENTRIES - header.keys()):
             raise ValueError(f"expected a recording of RolloutRecorder, got {text} without {missing[0]}")
+        if wrong := [name for name in NUMBERS if type(header[name]) is not int]:
+            raise ValueError(f"expected {wrong[0]} to be an integer, got {header[wrong[0]]!r:.80} in {text}")
         try:
             recording = Recording(header=header, tensors=load_file(file))
             rows = len(recording.rollout)

@@ -204,7 +204,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             if number == len(lines):
                 return
             raise ValueError(f"expected JSON in line {number}, got {line[:40]!r}") from None

@@ -40,8 +40,13 @@ def test_rows_of_json_lines_know_their_lines(tmp_path: Path) -> None:
             b'{"prompt": "a"}\n"\xff"\n',
             r"in UTF-8, got .* in .*a\.jsonl, line 2 \('utf-8' codec .* byte 0xff.*save it as UTF-8",
         ),
+        (
+            b"1\n" + b"[" * 10**5,
+            r"got .* in .*a\.jsonl, line 2 \(expected JSON that is less deeply nested\): write null",
+        ),
+        (b'{"prompt": Infinity}', r"got .* in .*a\.jsonl, line 1 \(expected JSON, got Infinity\): write null"),
     ],
-    ids=["cut-off", "comma-behind", "a-list-over-lines", "not-utf-8"],
+    ids=["cut-off", "comma-behind", "a-list-over-lines", "not-utf-8", "deep", "infinity"],
 )
 def test_a_broken_line_is_named(text: bytes, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"expected one JSON value on each line, {message}"):
@@ -64,8 +69,10 @@ def test_a_broken_line_is_named(text: bytes, message: str, tmp_path: Path) -> No
             '{"prompt": "a"}\n{"prompt": "b"}',
             r"one JSON list of rows, got an error \(Extra data: line 2 column 1 .*\): rename a file with one value",
         ),
+        ("[" * 10**5, r"one JSON list of rows, got an error \(expected JSON that is less deeply nested\): write"),
+        ("[NaN]", r"one JSON list of rows, got an error \(expected JSON, got NaN\): write null"),
     ],
-    ids=["columns", "number", "broken", "json-lines"],
+    ids=["columns", "number", "broken", "json-lines", "deep", "nan"],
 )
 def test_json_holds_one_list(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"a\.json to hold {message}"):

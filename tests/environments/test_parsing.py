@@ -10,6 +10,7 @@ from environments.templates import FAMILIES, tokenizer_of
 from kit.support import tiny_tokenizer
 
 from lightning_rl.environments import Action, JsonParser, ParserError, RendererParser, TemplateParser, parser_for
+from lightning_rl.environments.json_calls import read_call
 from lightning_rl.environments.parsing import check_source, misread
 
 LOOK = {
@@ -113,6 +114,11 @@ def test_one_broken_call_leaves_the_others_and_the_text(template: Any, broken: s
 def test_a_call_that_is_not_closed_leaves_the_next_one(broken: str) -> None:
     answer = parse(parser_for(tokenizer_of("qwen3"), "hermes"), f"{broken}\n{FIRST}<|im_end|>")
     assert calls(answer) == [("look", {"x": "one"})] and len(answer.errors) == 1
+
+
+def test_arguments_that_are_nested_too_deeply_are_no_json() -> None:
+    with pytest.raises(ValueError, match="arguments of look are no JSON"):
+        read_call({"name": "look", "arguments": "[" * 10**5})
 
 
 def test_arguments_are_optional_and_may_be_written_as_text() -> None:

@@ -120,6 +120,13 @@ def test_a_file_without_a_header_is_refused(text: str | bytes, message: str, fol
         Recording.load(folder / f"{STEM}.safetensors")
 
 
+@pytest.mark.parametrize("name", ["rollout", "rank", "ranks", "threads"])
+def test_a_number_that_is_no_integer_is_named_with_the_file(name: str, folder: Path) -> None:
+    path = rewritten(folder, lambda header: header.update({name: float("inf")}))
+    with pytest.raises(SystemExit, match=rf"expected {name} to be an integer, got inf in .*{STEM}\.json"):
+        main(["replay", str(path)])
+
+
 TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
     "none": (lambda t: t.clear(), "expected the tensors of a recording"),
     "no ids": (lambda t: t.pop("rollout/response_ids"), "expected the tensors of a recording"),
