@@ -103,7 +103,7 @@ def main(
 
 
 def _class_builder(program: str, tests: str) -> Callable[..., Any]:
-    """Return a ``__build_class__`` under which objects of a program equal those of its own classes alone in tests.
+    """Return a ``__build_class__`` under which objects of a program equal only objects of its classes in tests.
 
     Otherwise an object that equals everything would pass ``assert f(2) == 4``. Classes that tests name are as written.
 

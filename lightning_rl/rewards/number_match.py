@@ -78,14 +78,17 @@ AFTER = re.compile(
 )
 FACTOR = re.compile(r"(?P<word>[ap]\.m\.?|[A-Za-z]+|\s+[A-Za-z](?=\s*[-+^=]))(?P<sum>\s*[-+]\s*[0-9])?")
 FACTORIAL = re.compile(r"!(?<=[0-9)]!)(?=\s*[$}/\\])")
-DECORATION = re.compile(r"\\(?:text|math|mbox|quad)\w*|\^\s*\{?\s*\\circ|[\s$*~\\){}\[\]]+")
+DECORATION = re.compile(
+    r"(?:\\(?:text|math|mbox|quad)\w*|\^\s*\{?\s*\\circ|[\s$*~){}\[\]]|\\(?!text|math|mbox|quad|circ))+"
+)
 NAME = r"(?: ?[A-Za-z](?:_?[0-9])? ?=)?"
 OR = rf"(?:{AND_OR}|y|o|e|\u0438|lor|vee)"
 UNIT = r"(?:[^\W\d_]+ |%)?,? ?"
 SEVERAL = re.compile(
-    rf"|{UNIT}{OR}{NAME}|{UNIT}\(? ?or(?: [a-z]+){{0,2}}|(?:[,;&/|~\u2013\u2014-]|\.\.+|vs\.?|and/or){NAME}"
+    rf"|{UNIT}{OR}{NAME}|{UNIT}\(? ?or(?: [a-z]+){{0,2}}|{UNIT}[~\u2013\u2014-]"
+    rf"|(?:[,;&/|~\u2013\u2014-]|\.\.+|vs\.?|and/or){NAME}"
 )
-ALTERNATIVE = re.compile(UNIT + r"(?:or|oder|ou)(?: [a-z]+){0,2}|[\u2013\u2014]")  # codespell:ignore oder
+ALTERNATIVE = re.compile(UNIT + r"(?:or|oder|ou)(?: [a-z]+){0,2}" + NAME + r"|[\u2013\u2014]")  # codespell:ignore oder
 NOT = re.compile(r"\bnot\W*$", re.IGNORECASE)
 SPACING = re.compile(r"\\(?:text|mathrm|mbox)|(?<!,)\\[,;! ](?![0-9]{3})")
 FORMULA = re.compile(r"[-+*=^_<>\\]")
@@ -222,17 +225,16 @@ def _is_factor(match: re.Match[str] | None) -> bool:
 def _is_list(text: str, one: re.Match[str], other: re.Match[str]) -> bool:
     """Return True for two values such as ``5 or 6``, ``5 km, 6 km`` and ``5 hours 6 minutes``."""
     between = _between(text, one, other)
-    unit = between.removesuffix(",")
+    unit, after = between.removesuffix(","), DECORATION.sub(" ", text[other.end() :]).lstrip()
     return bool(
-        SEVERAL.fullmatch(between)
-        or (unit.isalpha() and unit_of(unit) and (unit == between or re.match(rf"\W*{unit}", text[other.end() :])))
+        SEVERAL.fullmatch(between) or (unit.isalpha() and unit_of(unit) and (unit == between or after.startswith(unit)))
     )
 
 
 def _between(text: str, one: re.Match[str], other: re.Match[str]) -> str:
     """Return the text between two numbers without decoration."""
     first, last = sorted((one, other), key=lambda number: number.start())
-    return DECORATION.sub(" ", text[first.end() : last.start()]).strip()
+    return " ".join(DECORATION.sub(" ", text[first.end() : last.start()]).split()).replace(" ,", ",")
 
 
 def _last_value(text: str) -> Fraction | None:
