@@ -37,7 +37,7 @@ from lightning_rl.evaluation.records import Record
 from lightning_rl.generation import Engine, SamplingParams
 from lightning_rl.generation.weights.weight_sync import WeightSync
 from lightning_rl.losses import Critic, ValueLoss
-from lightning_rl.monitors import RunNames, check_monitors, check_names, logs_itself
+from lightning_rl.monitors import RunNames, check_monitors, check_names, logs_itself, warn_without_validation
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.activation_checkpointing import Checkpointing
 from lightning_rl.policy.build import max_prompt_length
@@ -347,7 +347,8 @@ class BaseModule(LightningModule):
 
     @override
     def on_train_start(self) -> None:
-        """Store the state at the start for checkpoints."""
+        """Store the state at the start for checkpoints, and warn if the fit ends before its first validation."""
+        warn_without_validation(self.trainer)
         index = cast(StepLoader, self.trainer.train_dataloader).index
         if self.run.progress.origin is None:
             made = self.trainer.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001  the axis of Lightning's rows

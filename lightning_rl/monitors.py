@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -145,6 +145,33 @@ def check_monitors(trainer: Trainer, names: RunNames, *, known: bool, validates:
                 f"ModelCheckpoint(monitor={metric!r}) saves the weights after the update on a rollout; the weights "
                 "before it earned the value. To save weights with their own value, monitor a metric of an evaluation"
             )
+
+
+def warn_without_validation(trainer: Trainer) -> None:
+    """Warn of monitors of an evaluation, or print a line of one, if a fit ends before its first validation.
+
+    Called when the loaders of the fit exist.
+    """
+    per_epoch, every = trainer.num_training_batches, trainer.check_val_every_n_epoch
+    interval = cast(float | None, trainer.val_check_batch)
+    if not trainer.limit_val_batches or interval is None:  # an interval of time
+        return
+    first = min(interval, per_epoch) + (every - 1) * per_epoch if every is not None else interval
+    ends = [per_epoch * epochs for epochs in (trainer.max_epochs,) if epochs not in (None, -1)]
+    end = min([*ends, *(steps for steps in (trainer.max_steps,) if steps != -1)], default=first)
+    if first <= end:
+        return
+    idle = [
+        f"{type(one).__name__} monitors {metric!r}" for metric, one in monitors(trainer) if metric.startswith("val/")
+    ]
+    text = (
+        f"expected a validation within the fit, which ends at step {end:g}, got the first one at step {first:g}: pass "
+        f"val_check_interval={end:g}, check_val_every_n_epoch=None to Trainer, or train longer"
+    )
+    if idle:
+        rank_zero_warn(f"{text}; {' and '.join(idle)}, which has no value")
+    else:
+        rank_zero_info(text)
 
 
 def check_names(trainer: Trainer, logged: Collection[str], *, evaluated: bool) -> None:

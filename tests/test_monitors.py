@@ -112,6 +112,26 @@ def test_a_metric_of_an_evaluation_needs_one_and_its_name() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "first"),
+    [
+        ({"max_steps": 3, "check_val_every_n_epoch": 50}, 200), ({"max_steps": 3}, 4),
+        ({"max_steps": 3, "val_check_interval": 9, "check_val_every_n_epoch": None}, 9),
+        ({"max_steps": -1, "max_epochs": 3, "check_val_every_n_epoch": 4}, 16),
+        ({"max_steps": 4}, 0), ({"max_steps": 3, "val_check_interval": 2}, 0), ({"max_steps": -1, "max_epochs": 1}, 0),
+        ({"max_steps": 3, "val_check_interval": 3, "check_val_every_n_epoch": None}, 0),
+    ],
+)  # fmt: skip
+def test_a_monitor_of_an_evaluation_that_a_fit_never_reaches_is_warned_of(options: dict[str, Any], first: int) -> None:
+    data, stop = tiny_prompts(16, 4, validation=[[2], [3]]), EarlyStopping("val/reward/task", mode="max", strict=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = fit(tiny_module(), data=data, callbacks=[stop], num_sanity_val_steps=0, **options)
+    texts = [str(one.message) for one in caught if "expected a validation" in str(one.message)]
+    assert ("val/reward/task" in trainer.callback_metrics) is not bool(first)
+    assert [f"got the first one at step {first}: " in text for text in texts] == [True] * bool(first)
+
+
+@pytest.mark.parametrize(
     "metric", ["val_loss", "val/a/avg@n", "val/reward/tasks", "policy/ratios", "no_eos_mask/reject"]
 )
 def test_the_metrics_of_the_message_are_logged(metric: str) -> None:
