@@ -227,6 +227,7 @@ def test_two_tiny_nodes_train_together(workplace: Path) -> None:
     assert len(rows) == 2 and {row["kl/ref"] != "" for row in rows} == {True}
 
 
+@pytest.mark.filterwarnings("ignore:expected a validation within the fit")
 @pytest.mark.parametrize("name", [*SIMPLE, "gsm8k", "tools", "two_nodes"])
 def test_a_configuration_trains(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_extra(name)

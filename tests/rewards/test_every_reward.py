@@ -13,6 +13,7 @@ from lightning_rl.rewards import (
     ChoiceMatch,
     CodeTests,
     ExactMatch,
+    Failure,
     JSONSchema,
     Judge,
     Language,
@@ -161,5 +162,5 @@ def test_every_exported_reward_has_an_example() -> None:
         RewardModel,
         CodeTests,
     }  # a base, and those that need a model, a server, namespaces
-    elsewhere |= {Rewards, Sandbox, SandboxResult, SandboxService}
+    elsewhere |= {Failure, Rewards, Sandbox, SandboxResult, SandboxService}
     assert classes - {type(example) for example in EXAMPLES} == elsewhere
