@@ -531,9 +531,9 @@ def text_after_answer(
     """Return the text that the chat template writes after an answer, with messages; None if it writes no answer."""
     if not tokenizer.chat_template:
         return None
-    talk: Any = [{"role": "user", "content": "one"}, {"role": "assistant", "content": ANSWER}, *messages]
+    history: Any = [{"role": "user", "content": "one"}, {"role": "assistant", "content": ANSWER}, *messages]
     try:
-        text = str(tokenizer.apply_chat_template(talk, tokenize=False, **options))
+        text = str(tokenizer.apply_chat_template(history, tokenize=False, **options))
     except Exception:  # noqa: BLE001  a template may raise anything
         return None
     _, answer, after = text.rpartition(ANSWER)

@@ -26,7 +26,12 @@ from lightning_rl.algorithm import Algorithm
 from lightning_rl.audit.audit_error import AuditError
 from lightning_rl.audit.checks import CHECKS, Check, judge
 from lightning_rl.audit.checks.reward_checks import samples_of_calls
-from lightning_rl.audit.conversation_evidence import judged_otherwise, talk_figures, talks_of, words_logprob
+from lightning_rl.audit.conversation_evidence import (
+    conversation_figures,
+    conversations_of,
+    judged_otherwise,
+    words_logprob,
+)
 from lightning_rl.audit.copies import CopyError, numbers_of
 from lightning_rl.audit.environment_repeats import ReplayWatch
 from lightning_rl.audit.evaluation_watch import EvaluationWatch
@@ -313,7 +318,7 @@ class _RunWatch:
         self.rounds: list[tuple[Rollout, Sequence[RewardCall]]] = []
         self._reference: Tensor | None = None
         self._fixed_scores: Tensor | None = None
-        self._talk_figures: dict[str, Stat] = {}
+        self._conversation_figures: dict[str, Stat] = {}
         self._own_figures: dict[str, Stat] = {}
         self._evidence: Evidence | None = None
         self._step: StepEvidence | None = None
@@ -372,7 +377,7 @@ class _RunWatch:
         self.turn += 1
         critic = module.required_policy.value_head is not None
         facts, samples = RunFacts.of(module), samples_of_calls(self.batches, self.calls)
-        talks = talks_of(module, self.batches, self.rounds)
+        conversations = conversations_of(module, self.batches, self.rounds)
         draws = score_draws(
             module, self.batches, self._number, facts.tolerance, earlier=self._earlier, part=part_of(self._place)
         )
@@ -408,18 +413,18 @@ class _RunWatch:
             ),
             plain=plain_forwards(module, rows) if self._looks_at("logprob_alignment") else (),
             token_gradients=token_gradients(module, rows) if self._looks_at("token_gradients") else (),
-            written=unsampled_tokens(module, talks, self._number),
+            written=unsampled_tokens(module, conversations, self._number),
             words_logprob=words_logprob(module, rollout) if module.environments else None,
-            judged_otherwise=judged_otherwise(talks),
+            judged_otherwise=judged_otherwise(conversations),
             reference_weights=weights,
             reference_scores=reference_scores,
             reference_mover=self.fields.state.reference_mover,
             replies=[*self._rewards.ask(self.calls, samples), *self.evaluations.ask()],
-            replays=self._replays.ask(talks, self._number),
+            replays=self._replays.ask(conversations, self._number),
         )
         self._own_figures = {}
-        self._talk_figures = (
-            {} if module.algorithm.advantages.needs_greedy else talk_figures(talks, module.environments)
+        self._conversation_figures = (
+            {} if module.algorithm.advantages.needs_greedy else conversation_figures(conversations, module.environments)
         )
         latest = earlier_of(self._number, self.batches, draws, self._evidence.sample_repeats, self._evidence.odds)
         self._earlier = [*self._earlier, latest][-KEPT_ROLLOUTS:]
@@ -506,7 +511,7 @@ class _RunWatch:
         if self.fields.edited:
             step.logged = {}
         else:
-            sampled = sampling_figures(self.rounds, evidence.rollout, evidence.facts) | self._talk_figures
+            sampled = sampling_figures(self.rounds, evidence.rollout, evidence.facts) | self._conversation_figures
             try:
                 figures = self._row.note(trace, evidence, step, self._own_figures | sampled)
             except CopyError as error:

@@ -25,7 +25,7 @@ MAX_TOKENS = 16_384  # of the rows whose environment tokens are scored; longer o
 Rounds = Sequence[tuple[Rollout, Sequence[RewardCall]]]
 
 
-class Talk(NamedTuple):
+class AuditedConversation(NamedTuple):
     """A conversation.
 
     Attributes:
@@ -78,17 +78,21 @@ def is_answer(message: Message) -> bool:
     return message.get("role") == "assistant" and not message.get(REWRITTEN)
 
 
-def talks_of(module: RLLightningModule, batches: Sequence[Sequence[Pair]], rounds: Rounds) -> list[Talk]:
+def conversations_of(
+    module: RLLightningModule, batches: Sequence[Sequence[Pair]], rounds: Rounds
+) -> list[AuditedConversation]:
     """Return the conversations of all rounds of a rollout; empty without an environment."""
     if not module.environments:
         return []
     turns = turns_of(batches)
-    return [talk for rows, calls in rounds for talk in _talks_of_round(module, turns, rows, calls)]
+    return [
+        conversation for rows, calls in rounds for conversation in _conversations_of_round(module, turns, rows, calls)
+    ]
 
 
-def _talks_of_round(
+def _conversations_of_round(
     module: RLLightningModule, turns: Mapping[int, Sequence[Pair]], rows: Rollout, calls: Sequence[RewardCall]
-) -> Iterator[Talk]:
+) -> Iterator[AuditedConversation]:
     call = next((call for call in calls if len(call.prompts) == len(rows) and CONVERSATION in call.columns), None)
     if call is None:
         return
@@ -96,7 +100,7 @@ def _talks_of_round(
     numbers = rows.token_extras[TURNS].cpu()
     for place, (sample, group, finish) in enumerate(zip(samples, groups, rows.finish.tolist(), strict=True)):
         columns = {name: values[place] for name, values in call.columns.items()}
-        yield Talk(
+        yield AuditedConversation(
             sample=sample,
             group=group,
             environment=names[0] if len(names) == 1 else str(columns.get(DEFAULT)),
@@ -111,48 +115,57 @@ def _talks_of_round(
         )
 
 
-def judged_otherwise(talks: Sequence[Talk]) -> list[int]:
+def judged_otherwise(conversations: Sequence[AuditedConversation]) -> list[int]:
     """Return the ids of conversations of which rewards score other tokens than those of the last turn."""
-    over = (talk for talk in talks if talk.is_over)
-    return [talk.sample for talk in over if talk.judged != tuple(talk.turns[-1][1].token_ids)]
+    over = (conversation for conversation in conversations if conversation.is_over)
+    return [
+        conversation.sample
+        for conversation in over
+        if conversation.judged != tuple(conversation.turns[-1][1].token_ids)
+    ]
 
 
-def talk_figures(talks: Sequence[Talk], factories: Mapping[str, Factory]) -> dict[str, Stat]:
+def conversation_figures(
+    conversations: Sequence[AuditedConversation], factories: Mapping[str, Factory]
+) -> dict[str, Stat]:
     """Return the statistics of a rollout's conversations by metric."""
-    names, figures = {talk.environment for talk in talks}, dict[str, Stat]()
+    names, figures = {conversation.environment for conversation in conversations}, dict[str, Stat]()
     for name in names & factories.keys():
         mine, head = (
-            [talk for talk in talks if talk.environment == name],
+            [conversation for conversation in conversations if conversation.environment == name],
             "env" if names == {DEFAULT} else f"env/{name}",
         )
-        values = {f"{head}/{figure}": [float(count(talk)) for talk in mine] for figure, count in COUNTS.items()}
-        if _has_tools_alone(factories[name]) and all(talk.is_over for talk in mine):
-            values[f"{head}/tool_calls"] = [float(_calls(talk)) for talk in mine]
-        if rewards := [talk.reward for talk in mine if talk.reward is not None]:
+        values = {
+            f"{head}/{figure}": [float(count(conversation)) for conversation in mine]
+            for figure, count in COUNTS.items()
+        }
+        if _has_tools_alone(factories[name]) and all(conversation.is_over for conversation in mine):
+            values[f"{head}/tool_calls"] = [float(_calls(conversation)) for conversation in mine]
+        if rewards := [conversation.reward for conversation in mine if conversation.reward is not None]:
             values[f"{head}/reward"] = rewards
         figures |= {figure: population(torch.tensor(one, dtype=torch.float64)) for figure, one in values.items()}
     return figures
 
 
-def _tokens(talk: Talk) -> int:
+def _tokens(conversation: AuditedConversation) -> int:
     """Return the number of tokens between answers, with all tokens of a rewritten context."""
     return sum(
         len(following.prefix_ids)
-        - (0 if turn in talk.rewrites else len(request.prefix_ids) + len(completion.token_ids))
-        for turn, ((request, completion), (following, _)) in enumerate(pairwise(talk.turns), 2)
+        - (0 if turn in conversation.rewrites else len(request.prefix_ids) + len(completion.token_ids))
+        for turn, ((request, completion), (following, _)) in enumerate(pairwise(conversation.turns), 2)
     )
 
 
-def _calls(talk: Talk) -> int:
-    return sum(len(talk.messages[place].get("tool_calls") or ()) for place in talk.places)
+def _calls(conversation: AuditedConversation) -> int:
+    return sum(len(conversation.messages[place].get("tool_calls") or ()) for place in conversation.places)
 
 
-COUNTS: Mapping[str, Callable[[Talk], int]] = {
-    "turns": lambda talk: len(talk.turns),
+COUNTS: Mapping[str, Callable[[AuditedConversation], int]] = {
+    "turns": lambda conversation: len(conversation.turns),
     "tokens": _tokens,
-    "failed": lambda talk: talk.finish is FinishReason.FAILED,
-    "cut_by_turns": lambda talk: talk.finish is FinishReason.TURNS,
-    "cut_by_tokens": lambda talk: talk.finish is FinishReason.LENGTH,
+    "failed": lambda conversation: conversation.finish is FinishReason.FAILED,
+    "cut_by_turns": lambda conversation: conversation.finish is FinishReason.TURNS,
+    "cut_by_tokens": lambda conversation: conversation.finish is FinishReason.LENGTH,
 }
 """Metrics of every conversation."""
 

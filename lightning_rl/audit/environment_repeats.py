@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from lightning_rl.audit.conversation_evidence import Talk
+from lightning_rl.audit.conversation_evidence import AuditedConversation
 from lightning_rl.audit.copies import copy_apart
 from lightning_rl.audit.outside import refuse_outside
 from lightning_rl.audit.reward_repeats import same_value
@@ -31,7 +31,7 @@ from lightning_rl.utils.keys import hide_secrets
 from lightning_rl.utils.mutation_guard import copy_plain
 from lightning_rl.utils.seeding import fork_generators
 
-MAX_TALKS = 8  # conversations per audit
+MAX_CONVERSATIONS = 8  # conversations per audit
 MAX_SECONDS = 2.0  # duration of all replays of an environment
 CPU = torch.device("cpu")
 UNHEARD = "unheard-of-answer-{}"
@@ -78,36 +78,43 @@ class ReplayWatch:
         self._module, self._audit = module, 0
         self._silent: dict[str, Replay] = {}
 
-    def ask(self, talks: Sequence[Talk], number: int) -> list[Replay]:
+    def ask(self, conversations: Sequence[AuditedConversation], number: int) -> list[Replay]:
         """Return one replay per environment; in audits that repeat nothing, the replays with a reason."""
         self._audit += 1
-        conversations = self._module.sampler.environments
-        if conversations is None or not calls_again(self._audit):
+        environments = self._module.sampler.environments
+        if environments is None or not calls_again(self._audit):
             return list(self._silent.values())
         replays = list[Replay]()
-        for name in [name for name in conversations.factories if name not in self._silent]:
-            chosen = _some([talk for talk in talks if talk.environment == name and talk.is_over], number)
+        for name in [name for name in environments.factories if name not in self._silent]:
+            chosen = _some(
+                [
+                    conversation
+                    for conversation in conversations
+                    if conversation.environment == name and conversation.is_over
+                ],
+                number,
+            )
             if chosen:
                 rows = self._rows_of(chosen)
-                chosen = [talk._replace(row=row) for talk, row in zip(chosen, rows, strict=True)]
-                replays.append(replay_of(conversations, name, chosen))
+                chosen = [conversation._replace(row=row) for conversation, row in zip(chosen, rows, strict=True)]
+                replays.append(replay_of(environments, name, chosen))
                 self._silent |= {name: replays[-1]} if replays[-1].reason else {}
         return [*(replay for replay in replays if not replay.reason), *self._silent.values()]
 
-    def _rows_of(self, talks: Sequence[Talk]) -> list[Mapping[str, Any]]:
+    def _rows_of(self, conversations: Sequence[AuditedConversation]) -> list[Mapping[str, Any]]:
         """Return rows as the data holds them, or as rewards see them if the data is a stream."""
         stream = self._module.data_module
         if stream.pass_length is None:
-            return [talk.row for talk in talks]
-        prompts = stream.at([talk.group for talk in talks])
+            return [conversation.row for conversation in conversations]
+        prompts = stream.at([conversation.group for conversation in conversations])
         return [{**prompt.columns, "prompt": prompt.content} for prompt in prompts]
 
 
-def replay_of(conversations: Environments, name: str, talks: Sequence[Talk]) -> Replay:
+def replay_of(environments: Environments, name: str, conversations: Sequence[AuditedConversation]) -> Replay:
     """Repeat conversations with the environment of a name."""
-    factory = copy_apart(conversations.factories[name])
+    factory = copy_apart(environments.factories[name])
     try:
-        if conversations.workers is not None:
+        if environments.workers is not None:
             reason = "runs in processes"
         elif factory is None:
             reason = "holds state that cannot be copied"
@@ -115,39 +122,55 @@ def replay_of(conversations: Environments, name: str, talks: Sequence[Talk]) -> 
             reason = NOT_REPLAYABLE
         else:
             with fork_generators(CPU), refuse_outside():
-                return _repeat(conversations, factory, talks)
+                return _repeat(environments, factory, conversations)
     except (Exception, SystemExit) as error:  # noqa: BLE001  user code
         reason = f"could not be repeated: {hide_secrets(f'{type(error).__name__}: {error}')}"
     return Replay(name, f"environment {name} {reason}: test it with lightning_rl.testing.check_environment")
 
 
-def _some(talks: Sequence[Talk], number: int) -> list[Talk]:
+def _some(conversations: Sequence[AuditedConversation], number: int) -> list[AuditedConversation]:
     """Return a few conversations, up to half of them with a truncated answer; others in each rollout."""
-    talks = sorted(talks, key=lambda talk: order_of(talk.sample, number))
-    cut = [talk for talk in talks if any(completion.finish is FinishReason.LENGTH for _, completion in talk.turns)]
-    first = cut[: MAX_TALKS // 2]
-    return [*first, *(talk for talk in talks if talk not in first)][:MAX_TALKS]
+    conversations = sorted(conversations, key=lambda conversation: order_of(conversation.sample, number))
+    cut = [
+        conversation
+        for conversation in conversations
+        if any(completion.finish is FinishReason.LENGTH for _, completion in conversation.turns)
+    ]
+    first = cut[: MAX_CONVERSATIONS // 2]
+    return [*first, *(conversation for conversation in conversations if conversation not in first)][:MAX_CONVERSATIONS]
 
 
-def _repeat(conversations: Environments, factory: Callable[[], Any], talks: Sequence[Talk]) -> Replay:
+def _repeat(
+    environments: Environments, factory: Callable[[], Any], conversations: Sequence[AuditedConversation]
+) -> Replay:
     end = time.monotonic() + MAX_SECONDS
 
-    def run(some: Sequence[Talk], words: str | None = None) -> list[list[Part]]:
+    def run(some: Sequence[AuditedConversation], words: str | None = None) -> list[list[Part]]:
         """Run conversations interleaved, turn by turn."""
         results = [list[Part]() for _ in some]
-        turns = [_play(conversations, factory(), talk, parts, words) for talk, parts in zip(some, results, strict=True)]
+        turns = [
+            _play(environments, factory(), conversation, parts, words)
+            for conversation, parts in zip(some, results, strict=True)
+        ]
         for _ in zip_longest(*turns):
             if time.monotonic() > end:
                 raise TimeoutError(f"its replays take more than {MAX_SECONDS:g} s")
         return results
 
-    name, samples = type(_owner_of(environment_of(factory()))).__name__, [talk.sample for talk in talks]
-    alone = [run([talk])[0] for talk in talks]
-    moving = _difference(alone, run(talks[::-1])[::-1])
-    if not moving and talks[0].messages:
+    name, samples = (
+        type(_owner_of(environment_of(factory()))).__name__,
+        [conversation.sample for conversation in conversations],
+    )
+    alone = [run([conversation])[0] for conversation in conversations]
+    moving = _difference(alone, run(conversations[::-1])[::-1])
+    if not moving and conversations[0].messages:
         words = UNHEARD.format(" ".join(map(str, samples)))
-        moving = _difference(run(talks[:1], words), run(talks[:1], words))
-    others = [(talk.sample, kind) for talk, parts in zip(talks, alone, strict=True) if (kind := _slip(talk, parts))]
+        moving = _difference(run(conversations[:1], words), run(conversations[:1], words))
+    others = [
+        (conversation.sample, kind)
+        for conversation, parts in zip(conversations, alone, strict=True)
+        if (kind := _slip(conversation, parts))
+    ]
     return Replay(name, samples=samples, moving=moving, others=[] if moving else others)
 
 
@@ -155,20 +178,22 @@ def _owner_of(made: Any) -> Any:
     return made.thing if isinstance(made, ObjectEnvironment) else made
 
 
-def _play(conversations: Environments, new: Any, talk: Talk, parts: list[Part], words: str | None) -> Iterator[None]:
+def _play(
+    environments: Environments, new: Any, conversation: AuditedConversation, parts: list[Part], words: str | None
+) -> Iterator[None]:
     """Run one conversation turn by turn and append its results to ``parts``; ``words`` replace its answers."""
     made: Any = environment_of(new)
     if not getattr(_owner_of(made), "replayable", True):
         raise ValueError(NOT_REPLAYABLE)
-    seed = request_seed(conversations.seed, 0, STARTS + talk.group)
-    parts.append(Part(_plain(made.reset(copy_plain(dict(talk.row)), seed))))
+    seed = request_seed(environments.seed, 0, STARTS + conversation.group)
+    parts.append(Part(_plain(made.reset(copy_plain(dict(conversation.row)), seed))))
     yield
-    for turn, (request, completion) in enumerate(talk.turns):
+    for turn, (request, completion) in enumerate(conversation.turns):
         if parts[-1].done:
             break
         if isinstance(made, Environment):
-            variables = own_variables(talk.row, "a row")
-            answer = _answer(conversations, made, variables, request.prefix_ids, completion, turn)
+            variables = own_variables(conversation.row, "a row")
+            answer = _answer(environments, made, variables, request.prefix_ids, completion, turn)
             answer = answer if words is None else replace(answer, text=words, tool_calls=(), errors=())
             steps = [made.step(part) for part in _one_by_one(made, answer)]
             messages = [message for step in steps for message in step.messages]
@@ -187,7 +212,7 @@ def _play(conversations: Environments, new: Any, talk: Talk, parts: list[Part], 
 
 
 def _answer(
-    conversations: Environments,
+    environments: Environments,
     made: Environment,
     variables: Mapping[str, Any],
     prefix: Sequence[int],
@@ -195,9 +220,9 @@ def _answer(
     turn: int,
 ) -> Action:
     ids, finish = completion.token_ids, completion.finish
-    parse = conversations.parser(variables)
+    parse = environments.parser(variables)
     if finish == FinishReason.LENGTH:
-        parse = truncated_parser(parse, cast(Any, conversations.tokenizer), conversations.close)
+        parse = truncated_parser(parse, cast(Any, environments.tokenizer), environments.close)
     schemas = schemas_of(made.tools) or variables.get(TOOLS, ())
     return replace(parse(ids, prefix, schemas), finish=finish, turn=turn, token_ids=tuple(ids))
 
@@ -228,28 +253,30 @@ def _difference(ours: Sequence[Sequence[Part]], theirs: Sequence[Sequence[Part]]
     return ""
 
 
-def _slip(talk: Talk, parts: Sequence[Part]) -> str:
+def _slip(conversation: AuditedConversation, parts: Sequence[Part]) -> str:
     """Return the kind of value of a conversation that was recorded with another value; empty if none was."""
     rewards = [part.reward for part in parts if part.reward is not None]
     said = [part.words for part in parts if part.words is not None]
-    if len(said) - 1 != len(talk.turns) or (talk.finish is FinishReason.TURNS and parts[-1].done):
+    if len(said) - 1 != len(conversation.turns) or (conversation.finish is FinishReason.TURNS and parts[-1].done):
         return "end"
-    if talk.messages:
-        opening = said[0] or _plain(_messages_of(talk.row["prompt"]))
-        if [*opening, *(message for words in said[1:] for message in words)] != _plain(talk.messages):
+    if conversation.messages:
+        opening = said[0] or _plain(_messages_of(conversation.row["prompt"]))
+        if [*opening, *(message for words in said[1:] for message in words)] != _plain(conversation.messages):
             return "messages"
-    elif not _continues(talk, said):
+    elif not _continues(conversation, said):
         return "token ids"
-    return "" if same_value(sum(rewards) if rewards else None, talk.reward) else "reward"
+    return "" if same_value(sum(rewards) if rewards else None, conversation.reward) else "reward"
 
 
-def _continues(talk: Talk, said: Sequence[list[Any]]) -> bool:
+def _continues(conversation: AuditedConversation, said: Sequence[list[Any]]) -> bool:
     """Return True if each prefix of a conversation in token ids consists of the turns before it."""
-    for (request, completion), (following, _), words in zip(talk.turns, talk.turns[1:], said[1:], strict=False):
+    for (request, completion), (following, _), words in zip(
+        conversation.turns, conversation.turns[1:], said[1:], strict=False
+    ):
         whole = words[1:] if words[:1] == [REWRITES] else [*request.prefix_ids, *completion.token_ids, *words]
         if whole != list(following.prefix_ids):
             return False
-    return not said[0] or said[0] == list(talk.turns[0][0].prefix_ids)
+    return not said[0] or said[0] == list(conversation.turns[0][0].prefix_ids)
 
 
 def _messages_of(content: Any) -> list[Any]:

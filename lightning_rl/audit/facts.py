@@ -67,7 +67,7 @@ class RunFacts:
         data = module.data_module
         changed = any(overrides(data, name, PromptDataModule) for name in ("take", "at", "load_state_dict"))
         sampling, limit = module.run.sampling, module.max_grad_norm
-        limits = None if (talks := module.sampler.environments) is None else talks.limits
+        limits = None if (conversations := module.sampler.environments) is None else conversations.limits
         mixed = str(module.trainer.precision) not in ("32-true", "64-true")
         return RunFacts(
             temperature=sampling.temperature,

@@ -73,7 +73,7 @@ class PromptWatch:
     """Looks up the prompts of rollouts in data that has a length."""
 
     def __init__(self, module: RLLightningModule) -> None:
-        self._module, self._data, self._talks = module, module.data_module, bool(module.environments)
+        self._module, self._data, self._has_environments = module, module.data_module, bool(module.environments)
         self._trained, self._places = set[Ids](), set[int]()
         self._begin: int | None = None  # place of rollout 0, by the first audited rollout
 
@@ -142,7 +142,7 @@ class PromptWatch:
         Rows are identified by their prompt, and by prompt and columns in environments, which may change the beginning
         of a conversation.
         """
-        return _rows_of(calls, samples) if self._talks else dict(_prompts_of(rollout))
+        return _rows_of(calls, samples) if self._has_environments else dict(_prompts_of(rollout))
 
     def _held_out_of(self, name: str, held_out: frozenset[Ids], own: Mapping[int, Ids]) -> HeldOut:
         trained = [(sample, prompt) for sample, prompt in own.items() if prompt in held_out]
@@ -177,12 +177,12 @@ class PromptWatch:
 
     def _row_identity(self, prompt: Prompt) -> Ids:
         """Return the identity of a row."""
-        return _identity(prompt.content, prompt.columns) if self._talks else prompt.token_ids
+        return _identity(prompt.content, prompt.columns) if self._has_environments else prompt.token_ids
 
     @cached_property
     def _rows(self) -> Counter[Ids]:
         """Number of rows of the training data by identity; a subset of large data, the first rows of a stream."""
-        if self._talks:
+        if self._has_environments:
             return Counter(_identity(row.content, row.columns) for row in self._read())
         rows = self._read()
         return Counter(

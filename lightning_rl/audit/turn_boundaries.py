@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from lightning_rl.audit.conversation_evidence import Talk
+from lightning_rl.audit.conversation_evidence import AuditedConversation
 from lightning_rl.audit.subsample import order_of
 from lightning_rl.data.row_schema import TOOLS, own_variables
 from lightning_rl.environments import Bridge, BridgeError, Message
@@ -49,33 +49,37 @@ class Written(NamedTuple):
         return [rest, whole] if self.opens and self.drawn != whole[0] else [rest]
 
 
-def unsampled_tokens(module: RLLightningModule, talks: Sequence[Talk], number: int) -> list[Written]:
+def unsampled_tokens(
+    module: RLLightningModule, conversations: Sequence[AuditedConversation], number: int
+) -> list[Written]:
     """Return the tokens between the answers of a few conversations in messages, which differ between rollouts."""
-    found, conversations = list[Written](), module.sampler.environments
-    if conversations is None or conversations.tokenizer is None:
+    found, environments = list[Written](), module.sampler.environments
+    if environments is None or environments.tokenizer is None:
         return []
-    spoken = [talk for talk in talks if talk.is_over and talk.answers]
-    for talk in sorted(spoken, key=lambda one: order_of(one.sample, number)):
-        variables = own_variables(talk.row, "a row")
-        schemas = conversations.schemas.get(talk.environment) or variables.get(TOOLS, ())
+    spoken = [conversation for conversation in conversations if conversation.is_over and conversation.answers]
+    for conversation in sorted(spoken, key=lambda one: order_of(one.sample, number)):
+        variables = own_variables(conversation.row, "a row")
+        schemas = environments.schemas.get(conversation.environment) or variables.get(TOOLS, ())
         with suppress(BridgeError):
-            found += _unsampled_tokens(talk, conversations.bridge(talk.environment, variables), schemas)
+            found += _unsampled_tokens(conversation, environments.bridge(conversation.environment, variables), schemas)
         if len(found) >= MAX_WRITTEN:
             break
     return found
 
 
-def _unsampled_tokens(talk: Talk, bridge: Bridge, schemas: Sequence[Any]) -> Iterator[Written]:
+def _unsampled_tokens(conversation: AuditedConversation, bridge: Bridge, schemas: Sequence[Any]) -> Iterator[Written]:
     place, read, drawn = 0, 0, ()
-    for turn, (answer, (request, completion)) in enumerate(zip(talk.places, talk.turns, strict=True), 1):
-        messages, prefix = talk.messages[place:answer], tuple(request.prefix_ids)
-        if turn == 1 or turn in talk.rewrites:
-            yield Written(talk.sample, request.turn, prefix, _context_ids(bridge, messages, schemas))
+    for turn, (answer, (request, completion)) in enumerate(
+        zip(conversation.places, conversation.turns, strict=True), 1
+    ):
+        messages, prefix = conversation.messages[place:answer], tuple(request.prefix_ids)
+        if turn == 1 or turn in conversation.rewrites:
+            yield Written(conversation.sample, request.turn, prefix, _context_ids(bridge, messages, schemas))
         else:
             template = behind_an_answer(bridge, messages)
             closing = drawn[-1] if drawn and drawn[-1] in bridge.ends else -1
             opens = bridge.closes_as_head(template)
-            yield Written(talk.sample, request.turn, prefix[read:], template, closing, opens)
+            yield Written(conversation.sample, request.turn, prefix[read:], template, closing, opens)
         place, read, drawn = answer + 1, len(prefix) + len(completion.token_ids), completion.token_ids
 
 
@@ -90,9 +94,9 @@ def behind_an_answer(bridge: Bridge, messages: Sequence[Message]) -> tuple[int, 
     """Return the token ids of the template from the closing token of an answer on; empty if unknown."""
     if not messages:
         return ()
-    for talk, new in dummies(messages):
+    for conversation, new in dummies(messages):
         try:
-            one, other = (_ids(bridge, _with(mark, [*talk, *new])) for mark in (MARK, OTHER))
+            one, other = (_ids(bridge, _with(mark, [*conversation, *new])) for mark in (MARK, OTHER))
         except Exception:  # noqa: BLE001  a template may raise anything; try another conversation
             continue
         if one != other:
@@ -119,9 +123,9 @@ def _ids(bridge: Bridge, messages: Sequence[Any], **options: Any) -> list[int]:
     Without support in transformers, control tokens are removed from the texts, since no row may contain them.
     """
     safe = {"sanitize_control_tokens": True} if SANITIZES else {}
-    talk = list(messages)
+    conversation = list(messages)
     for token in () if SANITIZES else control_tokens(bridge.tokenizer).values():
-        talk = _with("", talk, token)
+        conversation = _with("", conversation, token)
     arguments: dict[str, Any] = {
         "add_generation_prompt": True,
         "tokenize": True,
@@ -130,7 +134,7 @@ def _ids(bridge: Bridge, messages: Sequence[Any], **options: Any) -> list[int]:
         **bridge.options,
         **options,
     }
-    ids: Any = bridge.tokenizer.apply_chat_template(talk, **{**arguments, **bridge.options})
+    ids: Any = bridge.tokenizer.apply_chat_template(conversation, **{**arguments, **bridge.options})
     return list(ids)
 
 

@@ -153,8 +153,8 @@ class Encoder:
         options = {**self.chat_template_kwargs, **reading.variables}
         tools = [tool if isinstance(tool, Mapping) else get_json_schema(tool) for tool in options.get(TOOLS) or ()]
 
-        def render(talk: Sequence[Any], schemas: Sequence[Any]) -> str:
-            return self._write(tokenizer, talk, {**reading.variables, **({TOOLS: schemas} if schemas else {})})
+        def render(messages: Sequence[Any], schemas: Sequence[Any]) -> str:
+            return self._write(tokenizer, messages, {**reading.variables, **({TOOLS: schemas} if schemas else {})})
 
         if lost := dropped_parts(render, reading.content, tools):
             raise ValueError(

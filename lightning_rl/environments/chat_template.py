@@ -107,13 +107,13 @@ class Bridge:
         roles = tuple(message.get("role") for message in messages)
         if roles in self._checked:
             return
-        for talk, new in dummies(messages):
+        for opening, new in dummies(messages):
             try:
-                self._cut(talk, new)
+                self._cut(opening, new)
             except BridgeError:
                 continue
-            _refuse(dropped_parts(self._text, new, before=talk))
-            _refuse_early(dropped_parts(self._text_after_answer, new, before=talk))
+            _refuse(dropped_parts(self._text, new, before=opening))
+            _refuse_early(dropped_parts(self._text_after_answer, new, before=opening))
             self._checked.add(roles)
             return
 
@@ -131,10 +131,10 @@ class Bridge:
 
     def _dropped_messages(self, messages: Sequence[Message]) -> list[str]:
         """Return the texts that the template does not write after an answer; the tokenizer may not know them."""
-        for talk, new in dummies(messages):
+        for opening, new in dummies(messages):
             with suppress(BridgeError):
-                self._cut(talk, new)
-                after = self._text([*talk, *new]).partition(MARK)[2]
+                self._cut(opening, new)
+                after = self._text([*opening, *new]).partition(MARK)[2]
                 return [
                     f"the text of a {message['role']} message" for message in new if message["content"] not in after
                 ]
@@ -179,31 +179,31 @@ class Bridge:
     def tail(self, messages: Sequence[Message], history: Sequence[Message] = ()) -> tuple[int, ...]:
         """Return the ids from the token that closes an answer to the start of the next answer."""
         refused: list[str] = []
-        for talk, new in dummies(messages):
+        for opening, new in dummies(messages):
             try:
-                return self._cut([*history, *talk], new)
+                return self._cut([*history, *opening], new)
             except BridgeError as error:
                 refused.append(str(error))
         raise BridgeError("; ".join(dict.fromkeys(refused)))
 
-    def _cut(self, talk: Sequence[Message], new: Sequence[Message]) -> tuple[int, ...]:
-        before, found, after = self._text([*talk, *new]).partition(MARK)
+    def _cut(self, opening: Sequence[Message], new: Sequence[Message]) -> tuple[int, ...]:
+        before, found, after = self._text([*opening, *new]).partition(MARK)
         if not found:
             raise BridgeError(
                 "the template does not write the text of an answer: it has to write each message's content"
             )
         if MARK in after:
             raise BridgeError("the template writes an answer twice")
-        ids, earlier = self._ids([*talk, *new]), self._ids_of(before)
+        ids, earlier = self._ids([*opening, *new]), self._ids_of(before)
 
         def behind(ends: Collection[int]) -> tuple[int, ...]:
             closing = sum(token in ends for token in earlier)
             places = [place for place, token in enumerate(ids) if token in ends]
             return tuple(ids[places[closing] :]) if len(places) > closing else ()
 
-        return behind(self.ends) or behind([self._end_in_history(talk, after)])
+        return behind(self.ends) or behind([self._end_in_history(opening, after)])
 
-    def _end_in_history(self, talk: Sequence[Message], after: str) -> int:
+    def _end_in_history(self, opening: Sequence[Message], after: str) -> int:
         """Return the id that closes an answer before ``after`` and ends no response, as ``<|end|>`` of gpt-oss.
 
         Raises:
@@ -211,7 +211,7 @@ class Bridge:
                 either; says what to pass.
         """
         start = f"the template ends an answer with none of the ids {sorted(self.close)} that end a response"
-        end = str(self._render(talk, head=False, tokenize=False)).partition(MARK)[2]
+        end = str(self._render(opening, head=False, tokenize=False)).partition(MARK)[2]
         first, last = (next(filter(self._control.__contains__, self._ids_of(text)), None) for text in (after, end))
         if first is None:
             raise BridgeError(f"{start}, nor with another control token: it has to write one after each answer")
@@ -266,10 +266,10 @@ class Bridge:
             ids = self.tail(new)
         except BridgeError as error:
             return [str(error)]
-        talk: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        opening: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         found: list[str] = []
         with suppress(BridgeError):
-            if self.tail(new, [*talk, *talk]) != ids:
+            if self.tail(new, [*opening, *opening]) != ids:
                 found.append("the template writes something else after a longer conversation")
         found += [f"the template drops {part}" for part in self._dropped_messages(new)]
         return list(dict.fromkeys(found))
@@ -317,15 +317,15 @@ def dummies(messages: Sequence[Message]) -> list[tuple[list[Message], list[Messa
     tools = [message for message in new if message.get("role") == "tool"]
     if not tools:
         return [plain]
-    talks: list[tuple[list[Message], list[Message]]] = []
+    found: list[tuple[list[Message], list[Message]]] = []
     for own in (True, False) if any(message.get("tool_call_id") for message in tools) else (True,):
         for number, message in enumerate(tools):
             message["tool_call_id"] = (own and message.get("tool_call_id")) or CALL_ID.format(number)
         for written in (False, True):
             calls = [_call(message, "?" if number else MARK, written=written) for number, message in enumerate(tools)]
             answer = {"role": "assistant", "content": "", "tool_calls": calls}
-            talks.append(([ask, answer], [dict(message) for message in new]))
-    return [*talks, plain]
+            found.append(([ask, answer], [dict(message) for message in new]))
+    return [*found, plain]
 
 
 def _call(message: Message, text: str, *, written: bool) -> dict[str, Any]:

@@ -423,8 +423,8 @@ def _call_message(words: str, number: str, content: str | None, *, as_text: bool
 def _render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Mapping[str, Any], **more: Any
 ) -> str:
-    talk: Any = [dict(message) for message in messages]
-    return str(tokenizer.apply_chat_template(talk, **dict[str, Any](options, tools=[TOOL], tokenize=False) | more))
+    copies: Any = [dict(message) for message in messages]
+    return str(tokenizer.apply_chat_template(copies, **dict[str, Any](options, tools=[TOOL], tokenize=False) | more))
 
 
 def _whole_call(call: Any) -> dict[str, Any]:

@@ -129,7 +129,7 @@ class Evaluator:
             rank=parallel.rank,
             device=device,
             seed=self.seed,
-            talks=self.environments,
+            has_environments=self.environments,
         )
 
     def answer(self, batch: EvaluationBatch, sampler: Sampler) -> None:

@@ -41,7 +41,7 @@ class EvaluationRun:
         rank: Rank of this process.
         device: Device of the tallies, for collectives.
         seed: Seed of the run.
-        talks: True if the samples use environments, whose failures are counted.
+        has_environments: True if the samples use environments, whose failures are counted.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class EvaluationRun:
         rank: int,
         device: torch.device,
         seed: int,
-        talks: bool = False,
+        has_environments: bool = False,
     ) -> None:
-        self.questions, self.stage, self.seed, self.talks = tuple(questions), stage, seed, talks
+        self.questions, self.stage, self.seed, self.has_environments = tuple(questions), stage, seed, has_environments
         self.collectives, self.rank = collectives, rank
         self.tallies = [Tally(len(q.prompts), tuple(q.rewards.by_name), collectives).to(device) for q in questions]
         self.places = [{prompt.index: place for place, prompt in enumerate(q.prompts)} for q in questions]
@@ -123,7 +123,7 @@ class EvaluationRun:
                 pass_at, votes = cast(Sequence[int], evaluation.pass_at), evaluation.answer is not None
                 values = tally.figures(pass_at=pass_at, samples=questions.samples, votes=votes)
                 figures |= {f"{self.stage}/{questions.name}/{name}": value for name, value in values.items()}
-        return figures | (self._failures() if self.talks else {})
+        return figures | (self._failures() if self.has_environments else {})
 
     def _failures(self) -> dict[str, float]:
         """Return the number of failed conversations of each evaluation, over all ranks. A collective."""

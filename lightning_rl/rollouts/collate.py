@@ -98,13 +98,13 @@ def _turn_rewards(turns: Sequence[Turn]) -> Float[Tensor, " A"]:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _token_extra(talk: ConversationRow, name: str) -> Tensor | None:
+def _token_extra(row: ConversationRow, name: str) -> Tensor | None:
     """Return one extra of each response token; tokens of the environment take theirs from the prompt of the next turn.
 
     So does the last token of a completion, which is an input only in the next turn, unless the context is rewritten.
     """
     parts: list[Tensor] = []
-    for turn, following in zip_longest(talk.turns, talk.turns[1:]):
+    for turn, following in zip_longest(row.turns, row.turns[1:]):
         drawn = _extra(turn.completion.token_extras, name, len(turn.completion.token_ids))
         reply = drawn.new_zeros(len(turn.reply), *drawn.shape[1:])
         if following is not None and name in following.completion.prompt_extras:
@@ -117,10 +117,10 @@ def _token_extra(talk: ConversationRow, name: str) -> Tensor | None:
     return torch.cat(parts) if parts else None
 
 
-def _prompt_extra(talk: ConversationRow, name: str) -> Tensor | None:
-    if not talk.turns:
+def _prompt_extra(row: ConversationRow, name: str) -> Tensor | None:
+    if not row.turns:
         return None
-    return _extra(talk.turns[0].completion.prompt_extras, name, len(talk.prompt_ids))
+    return _extra(row.turns[0].completion.prompt_extras, name, len(row.prompt_ids))
 
 
 def _extra(extras: Mapping[str, Tensor], name: str, length: int) -> Tensor:

@@ -11,7 +11,7 @@ from kit.support import tiny_policy
 from lightning_rl import FinishReason, RLLightningModule, SamplingParams
 from lightning_rl.advantages import Estimator
 from lightning_rl.audit import CHECKS
-from lightning_rl.audit.conversation_evidence import Talk, judged_otherwise
+from lightning_rl.audit.conversation_evidence import AuditedConversation, judged_otherwise
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.generation import Completion, Request
@@ -56,9 +56,9 @@ def test_a_turn_that_may_draw_what_is_left_is_silent(turns: Any) -> None:
 
 def test_rewards_score_the_last_answer_of_a_conversation_that_ended() -> None:
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    talk = Talk(5, 1, "environment", {}, asked((3, 4, 2)), said, 1.0, (2, 2), FinishReason.STOP)
-    whole, failed = talk._replace(judged=(2,)), talk._replace(judged=(), finish=FinishReason.FAILED)
-    assert judged_otherwise([talk, whole, failed, talk._replace(turns=[])]) == [5]
+    conversation = AuditedConversation(5, 1, "environment", {}, asked((3, 4, 2)), said, 1.0, (2, 2), FinishReason.STOP)
+    whole, failed = conversation._replace(judged=(2,)), conversation._replace(judged=(), finish=FinishReason.FAILED)
+    assert judged_otherwise([conversation, whole, failed, conversation._replace(turns=[])]) == [5]
     (finding,) = CHECKS["told_rewards"](replace(evidence_of(), judged_otherwise=[5]))
     assert (finding.observed, list(finding.samples)) == ("others in 1 conversations", [5])
 

@@ -12,19 +12,19 @@ from kit.evidence import evidence_of
 
 from lightning_rl import FinishReason, SamplingParams, Stat
 from lightning_rl.audit import CHECKS
-from lightning_rl.audit.conversation_evidence import Talk, talk_figures
+from lightning_rl.audit.conversation_evidence import AuditedConversation, conversation_figures
 from lightning_rl.environments import ToolEnvironment
 from lightning_rl.generation import Completion, Request
 
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"x": "red"}}}
 
 
-def talk(
+def conversation(
     *turns: tuple[int, int],
     finish: FinishReason = FinishReason.STOP,
     reward: float | None = None,
     name: str = "environment",
-) -> Talk:
+) -> AuditedConversation:
     """Return a conversation from prefix and answer lengths; each answer but the last has two calls."""
     sampling = SamplingParams(max_new_tokens=8, eos_token_ids=(9,))
     pairs = [
@@ -37,23 +37,23 @@ def talk(
     said: list[Any] = [{"role": "user", "content": "?"}]
     for turn, _ in enumerate(turns, 1):
         said.append({"role": "assistant", "content": "!", "tool_calls": [CALL, CALL] if turn < len(turns) else []})
-    return Talk(5, 1, name, {}, pairs, said, reward, (), finish)
+    return AuditedConversation(5, 1, name, {}, pairs, said, reward, (), finish)
 
 
-def values(talks: list[Talk], **factories: Any) -> dict[str, tuple[float, float]]:
+def values(conversations: list[AuditedConversation], **factories: Any) -> dict[str, tuple[float, float]]:
     """Return mean and population of each metric."""
-    figures = talk_figures(talks, factories)
+    figures = conversation_figures(conversations, factories)
     return {name: (round(stat.value(), 6), float(stat.moments[0])) for name, stat in figures.items()}
 
 
 def test_what_is_logged_of_conversations() -> None:
-    talks = [
-        talk((3, 2), (9, 2), reward=1.0),  # four tokens between
-        talk((3, 2), (6, 2), (11, 1), finish=FinishReason.TURNS, reward=0.0),  # one and three
-        talk((3, 2), finish=FinishReason.LENGTH),
-        talk(finish=FinishReason.FAILED),
+    conversations = [
+        conversation((3, 2), (9, 2), reward=1.0),  # four tokens between
+        conversation((3, 2), (6, 2), (11, 1), finish=FinishReason.TURNS, reward=0.0),  # one and three
+        conversation((3, 2), finish=FinishReason.LENGTH),
+        conversation(finish=FinishReason.FAILED),
     ]
-    assert values(talks, environment=Partner) == {
+    assert values(conversations, environment=Partner) == {
         "env/turns": (1.5, 4.0),
         "env/tokens": (2.0, 4.0),
         "env/failed": (0.25, 4.0),
@@ -64,19 +64,25 @@ def test_what_is_logged_of_conversations() -> None:
 
 
 def test_a_rewritten_context_counts_whole_even_where_it_goes_on_as_before() -> None:
-    rewritten = talk((3, 2), (9, 2), (4, 1), (6, 1))._replace(rewrites=frozenset({2, 3}))  # all of 9, all of 4, one
+    rewritten = conversation((3, 2), (9, 2), (4, 1), (6, 1))._replace(
+        rewrites=frozenset({2, 3})
+    )  # all of 9, all of 4, one
     assert values([rewritten], environment=Partner)["env/tokens"] == (14.0, 1.0)
 
 
 def test_calls_are_counted_where_nobody_else_gives_figures_of_them() -> None:
-    tools, talks = partial(ToolEnvironment, (look,)), [talk((3, 2), (9, 2)), talk((3, 2))]
-    assert values(talks, environment=tools)["env/tool_calls"] == (1.0, 2.0)
-    assert "env/tool_calls" not in values([*talks, talk((3, 2), finish=FinishReason.FAILED)], environment=tools)
-    assert "env/tool_calls" not in values(talks, environment=Partner)
+    tools, conversations = partial(ToolEnvironment, (look,)), [conversation((3, 2), (9, 2)), conversation((3, 2))]
+    assert values(conversations, environment=tools)["env/tool_calls"] == (1.0, 2.0)
+    assert "env/tool_calls" not in values(
+        [*conversations, conversation((3, 2), finish=FinishReason.FAILED)], environment=tools
+    )
+    assert "env/tool_calls" not in values(conversations, environment=Partner)
 
 
 def test_several_environments_have_names_of_their_own() -> None:
-    found = values([talk((3, 2), name="shop"), talk((3, 2), (9, 2), name="guess")], shop=Partner, guess=Partner)
+    found = values(
+        [conversation((3, 2), name="shop"), conversation((3, 2), (9, 2), name="guess")], shop=Partner, guess=Partner
+    )
     assert (found["env/shop/turns"], found["env/guess/turns"]) == ((1.0, 1.0), (2.0, 1.0))
     assert values([], environment=Partner) == {}
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_rl import FakeEngine, FinishReason, SamplingParams
 from lightning_rl.audit import CHECKS, environment_repeats
-from lightning_rl.audit.conversation_evidence import Talk
+from lightning_rl.audit.conversation_evidence import AuditedConversation
 from lightning_rl.audit.environment_repeats import Replay, replay_of
 from lightning_rl.data import Prompt
 from lightning_rl.environments import (
@@ -43,7 +43,7 @@ def answer(request: Request) -> list[int]:
     return [*map(VOCABULARY.index, SAID[(request.sample_id + request.turn) % 4].split()), CLOSE[0]]
 
 
-def talks_with(made: Environments, samples: int = 4) -> list[Talk]:
+def conversations_with(made: Environments, samples: int = 4) -> list[AuditedConversation]:
     """Return conversations of a run, two per prompt."""
     prompts = [
         Prompt(place, (3, 4), [{"role": "user", "content": f"say {place} ?"}], {"place": place})
@@ -57,7 +57,7 @@ def talks_with(made: Environments, samples: int = 4) -> list[Talk]:
     engine.load_weights([], 0)
     told = converse([made.open(*pair) for pair in zip(prompts, firsts, strict=True)], engine)
     return [
-        Talk(
+        AuditedConversation(
             sample=first.sample_id,
             group=prompt.index,
             environment="environment",
@@ -73,11 +73,13 @@ def talks_with(made: Environments, samples: int = 4) -> list[Talk]:
 
 
 def replay(
-    factory: Callable[[], Any], change: Callable[[list[Talk]], list[Talk]] = list, **options: Any
+    factory: Callable[[], Any],
+    change: Callable[[list[AuditedConversation]], list[AuditedConversation]] = list,
+    **options: Any,
 ) -> Replay | str:
     """Return the replay of conversations with an environment, or the reason why there is none."""
     made = environments(factory, **options)
-    said = replay_of(made, "environment", change(talks_with(made)))
+    said = replay_of(made, "environment", change(conversations_with(made)))
     return said.reason or said
 
 
@@ -139,9 +141,10 @@ def test_tools_say_the_same_again_call_by_call() -> None:
     assert isinstance(said, Replay) and (said.moving, said.others) == ("", [])
 
 
-def exchange(field: str) -> Callable[[list[Talk]], list[Talk]]:
-    return lambda talks: [
-        talk._replace(**{field: getattr(other, field)}) for talk, other in zip(talks, talks[::-1], strict=True)
+def exchange(field: str) -> Callable[[list[AuditedConversation]], list[AuditedConversation]]:
+    return lambda conversations: [
+        conversation._replace(**{field: getattr(other, field)})
+        for conversation, other in zip(conversations, conversations[::-1], strict=True)
     ]
 
 
@@ -150,9 +153,22 @@ def exchange(field: str) -> Callable[[list[Talk]], list[Talk]]:
     [
         (Partner, exchange("messages"), "messages"),
         (Partner, exchange("group"), "messages"),
-        (Echo, lambda talks: [talk._replace(reward=1.0) for talk in talks], "reward"),
-        (Echo, lambda talks: [talk._replace(turns=talk.turns[:2] * 2) for talk in talks], "end"),
-        (Echo, lambda talks: [talk._replace(turns=[talk.turns[0], *talk.turns[:2]]) for talk in talks], "token ids"),
+        (Echo, lambda conversations: [conversation._replace(reward=1.0) for conversation in conversations], "reward"),
+        (
+            Echo,
+            lambda conversations: [
+                conversation._replace(turns=conversation.turns[:2] * 2) for conversation in conversations
+            ],
+            "end",
+        ),
+        (
+            Echo,
+            lambda conversations: [
+                conversation._replace(turns=[conversation.turns[0], *conversation.turns[:2]])
+                for conversation in conversations
+            ],
+            "token ids",
+        ),
     ],
 )
 def test_conversations_that_were_recorded_otherwise_are_found(factory: Any, change: Any, slip: str) -> None:
@@ -164,9 +180,9 @@ def test_conversations_that_were_recorded_otherwise_are_found(factory: Any, chan
 def test_nothing_is_said_of_what_reaches_out_or_opts_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     made = environments(Writing)
-    talks = talks_with(made)
+    conversations = conversations_with(made)
     Path("log").write_text("of the run")
-    reason = replay_of(made, "environment", talks).reason
+    reason = replay_of(made, "environment", conversations).reason
     assert "accesses something outside of its process (open)" in reason and reason.endswith(
         "test it with lightning_rl.testing.check_environment"
     )
