@@ -268,7 +268,7 @@ class RLLightningModule(BaseModule):
         gradient = self._accumulate(step_index, record_out_of_memory=states is not None)
         if states is not None and process_maximum(int(gradient.out_of_memory)):
             self.required_policy.zero_grad()
-            self.run.halve_token_budget(step_index, states)
+            self.run.halve_microbatches(step_index, states)
             self.seed_generators(step_index)
             gradient = self._accumulate(step_index)
         return gradient

@@ -324,7 +324,7 @@ class _RunWatch:
         self._step: StepEvidence | None = None
         self._algorithm: Algorithm | None = None
         self._scheduled: int | None = None
-        self._ticket, self._every = 0, audit.every_n_rollouts
+        self._step_index, self._every = 0, audit.every_n_rollouts
         self._passes: dict[int, Tensor] = {}
         self.fields.state.active = True
         self._rates = StepRates(module, lambda: self.fields.state.idled, rates_set=bool(self.fields.state.setting))
@@ -352,7 +352,7 @@ class _RunWatch:
 
     def begin_step(self, step_index: StepIndex, *, audited: bool) -> None:
         """Begin an optimizer step, and with the first step a rollout."""
-        self._scheduled, self._ticket = _epoch_of(self.module), step_index.index
+        self._scheduled, self._step_index = _epoch_of(self.module), step_index.index
         self._step = self._algorithm = None
         if step_index.step == 0:
             self.audited, self._number = audited, step_index.rollout
@@ -544,7 +544,7 @@ class _RunWatch:
 
     def end_step(self) -> Evidence | None:
         """Return the evidence of a finished optimizer step, with edits; None if the rollout is not audited."""
-        row, row_figures = self._row.end_step(self._ticket, seen=self._step is not None and bool(self._step.logged))
+        row, row_figures = self._row.end_step(self._step_index, seen=self._step is not None and bool(self._step.logged))
         if self._evidence is None:
             return None
         self.fields.look()

@@ -1,4 +1,4 @@
-"""Tickets, one for each optimizer step, and the loader that counts them through a run."""
+"""Step indices, one for each optimizer step, and the loader that counts them through a run."""
 
 from collections.abc import Iterator, Mapping
 

@@ -13,15 +13,15 @@ from lightning_rl.serialization import describe, restore
 from lightning_rl.utils.terminal import visible
 
 PARTS: dict[str, Any] = {"advantages": Estimator, "loss": PolicyLoss, "reduction": Callable, "value_loss": ValueLoss}
-BENDING = {name for name, entry in CONTRIBUTIONS.items() if entry.affects in ("rows", "rewards", "policy loss", "loss")}
+CHANGES_SIGNAL = {name for name, entry in CONTRIBUTIONS.items() if entry.affects in ("rows", "rewards", "policy loss", "loss")}
 
 
 def replayable(algorithm: Algorithm, callbacks: Iterable[Callback]) -> Algorithm:
     """Return the algorithm with the callbacks that change a reward, an advantage or the loss of a finished rollout."""
-    bending = [
-        callback for callback in callbacks if isinstance(callback, RLCallback) and callback.contributes & BENDING
+    changing = [
+        callback for callback in callbacks if isinstance(callback, RLCallback) and callback.contributes & CHANGES_SIGNAL
     ]
-    return algorithm.replace(corrections=ReplayCorrections(bending))
+    return algorithm.replace(corrections=ReplayCorrections(changing))
 
 
 class Opaque:

@@ -47,20 +47,20 @@ class SampleTable(RLCallback):
         check_counts(16, width=width)
         self.every_n_rollouts, self.rows, self.width = every_n_rollouts, rows, width
         self._module: RLLightningModule | None = None
-        self._ticket: StepIndex | None = None
+        self._step_index: StepIndex | None = None
 
     @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: StepIndex, batch_idx: int
     ) -> None:
         due = batch.step == 0 and batch.rollout % self.every_n_rollouts == 0 and trainer.is_global_zero
-        self._module, self._ticket = cast(RLLightningModule, pl_module), batch if due else None
+        self._module, self._step_index = cast(RLLightningModule, pl_module), batch if due else None
 
     @override
     def observe(self, rollout: Rollout) -> None:
-        if self._ticket is None or self._module is None or not len(rollout):
+        if self._step_index is None or self._module is None or not len(rollout):
             return
-        step_index, module = self._ticket, self._module
+        step_index, module = self._step_index, self._module
         trainer = module.trainer
         samples = [_sample(rollout, row, module) for row in choose_rows(rollout, self.rows)]
         show_line(trainer, format_table(f"Samples of rollout {step_index.rollout}", samples, self.width))

@@ -111,8 +111,8 @@ class SandboxService:
             out, err = (str(run[name] or "") for name in ("stdout", "stderr")) if ending else ("", "")
             code = int(run["return_code"]) if ending == "exited" else KILLED
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            said = quote(str(answer))
-            raise SandboxUnavailable(f"expected {self.url} to return the result of a program, got {said}") from error
+            answer = quote(str(answer))
+            raise SandboxUnavailable(f"expected {self.url} to return the result of a program, got {answer}") from error
         if ending is None:
             raise Unanswered(f"{self.url}/run_code reported an error: {quote(str(answer))}")
         if len(out.encode(errors="replace")) + len(err.encode(errors="replace")) > SandboxService.output:

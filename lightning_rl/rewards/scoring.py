@@ -171,24 +171,24 @@ class Rewards:
     def _call_all(
         self, rows: Rows, trainer_state: TrainerState | None, started: Mapping[str, Submitted] | None
     ) -> list[RewardCall]:
-        """Call every function; isolated and asynchronous calls run concurrently."""
+        """Call every function; calls in subprocesses and asynchronous ones run concurrently."""
         if not len(rows):  # without rows there are no columns either
             return []
         styles = {name: CallStyle.of(name, function, list(rows.columns)) for name, function in self.by_name.items()}
         drafts = [_Draft(name, function, rows) for name, function in self.by_name.items()]
         started = {} if started is None else started
-        isolated = {draft.name: draft.function for draft in drafts if isinstance(draft.function, SubprocessReward)}
+        in_subprocess = {draft.name: draft.function for draft in drafts if isinstance(draft.function, SubprocessReward)}
         submitted = {
             name: started[name] if name in started else function.submit(rows, styles[name], trainer_state)
-            for name, function in isolated.items()
+            for name, function in in_subprocess.items()
         }
         for draft in drafts:
-            if draft.name not in isolated:
+            if draft.name not in in_subprocess:
                 draft.call(styles[draft.name], trainer_state, self.timeout)
         _await_all([(draft, draft.future) for draft in drafts if draft.future is not None], self.timeout)
         for draft in drafts:
-            if draft.name in isolated:
-                draft.collect(isolated[draft.name], submitted[draft.name])
+            if draft.name in in_subprocess:
+                draft.collect(in_subprocess[draft.name], submitted[draft.name])
         return [draft.finish() for draft in drafts]
 
     @property
@@ -209,7 +209,7 @@ class Rewards:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
     ) -> dict[str, Submitted]:
-        """Start the calls that do not need the trainer: isolated functions without ``trainer_state``.
+        """Start the calls that do not need the trainer: functions in subprocesses without ``trainer_state``.
 
         Takes the rows of the call; returns its argument ``started``.
         """
@@ -219,7 +219,7 @@ class Rewards:
         return {name: f.submit(rows, CallStyle.of(name, f, list(columns))) for name, f in self._early.items()}
 
     def close(self) -> None:
-        """End the processes of isolated functions."""
+        """End the subprocesses of functions."""
         for function in self.by_name.values():
             if isinstance(function, SubprocessReward):
                 function.close()

@@ -1,4 +1,4 @@
-"""SamplingParams: prompts to completions to rewards, in rounds until enough groups are kept."""
+"""Sampler: prompts to completions to rewards, in rounds until enough groups are kept."""
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -508,14 +508,14 @@ class Sampler:
 
 def distribute_prompts(prompts: Sequence[Prompt], wanted: Sequence[int]) -> list[list[Prompt]]:
     """Distribute prompts to the ranks round-robin until each has enough; ``[rank::world]`` if all want equally many."""
-    hands: list[list[Prompt]] = [[] for _ in wanted]
+    dealt: list[list[Prompt]] = [[] for _ in wanted]
     rank = 0
     for prompt in prompts:
-        while len(hands[rank]) >= wanted[rank]:
+        while len(dealt[rank]) >= wanted[rank]:
             rank = (rank + 1) % len(wanted)
-        hands[rank].append(prompt)
+        dealt[rank].append(prompt)
         rank = (rank + 1) % len(wanted)
-    return hands
+    return dealt
 
 
 def check_staleness(rollout: Rollout, number: int, max_staleness: int) -> None:

@@ -229,7 +229,7 @@ class RunState:
         self.progress = replace(self.progress, budget=(None, tokens))
         rank_zero_info(f"max_tokens_per_microbatch={tokens} ({derivation})")
 
-    def halve_token_budget(self, step_index: StepIndex, states: Mapping[str, Any]) -> None:
+    def halve_microbatches(self, step_index: StepIndex, states: Mapping[str, Any]) -> None:
         """Halve the token budget of the current rollout after memory ran out; every rank has to call this.
 
         Args:

@@ -19,7 +19,7 @@ from lightning_rl.utils.finding import Finding
 
 DRIFTS = (0.5, 3.0, -3.0, -0.5, 0.02)
 MIN_TOKENS = 3  # in a row, for a discount to matter
-BENDING = [name for name, entry in CONTRIBUTIONS.items() if entry.affects or entry.returns == "tensors"]
+TRAINED_METHODS = [name for name, entry in CONTRIBUTIONS.items() if entry.affects or entry.returns == "tensors"]
 Measure = Callable[[Any, Any], list[Tensor]]
 """Function from a part of the algorithm and a test input to its results."""
 
@@ -98,7 +98,7 @@ def _dead_knobs(thing: Any, measure: Measure, witnesses: Sequence[Any]) -> list[
 
 def _contributions(callback: RLCallback, rows: Rollout) -> list[Tensor]:
     shown = SHOWN_A_VIEW if isinstance(rows, LossView) else (*SHOWN_A_ROLLOUT, "provide")
-    methods = [method for method in BENDING if method in shown and method in callback.contributes]
+    methods = [method for method in TRAINED_METHODS if method in shown and method in callback.contributes]
     tensors = dict[str, Tensor]()
     for method in methods:
         tensors |= {f"{method} {name}": one for name, one in Contribution(callback, method).tensors(rows).items()}

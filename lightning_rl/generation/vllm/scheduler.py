@@ -34,7 +34,7 @@ class Seat:
 
 
 @dataclass(slots=True, order=True)
-class Ticket:
+class WaitingRequest:
     """Request that waits for a slot."""
 
     rank: int  # lowest first
@@ -59,7 +59,7 @@ class Places:
 
     def __init__(self, servers: Sequence[Server], *, at_once: int, rank: int = 0) -> None:
         self.servers, self.at_once, self.rank = list(servers), at_once, rank
-        self._waiting: list[Ticket] = []
+        self._waiting: list[WaitingRequest] = []
         self._numbers = itertools.count()
 
     async def take(self, tokens: int, seat: Seat, *, rank: int = 0) -> Server:
@@ -71,7 +71,7 @@ class Places:
             rank: Rank of the request.
         """
         place: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
-        insort(self._waiting, Ticket(rank, next(self._numbers), tokens, seat, place))
+        insort(self._waiting, WaitingRequest(rank, next(self._numbers), tokens, seat, place))
         self.assign()
         try:
             return await place
@@ -97,7 +97,7 @@ class Places:
         """Assign free slots to waiting requests."""
         first = self.rank % max(1, len(self.servers))
         ready = [server for server in (*self.servers[first:], *self.servers[:first]) if server.ready]
-        kept = list[Ticket]()
+        kept = list[WaitingRequest]()
         for position, ticket in enumerate(self._waiting):
             free = [server for server in ready if server.in_flight < self.at_once]
             if not free:

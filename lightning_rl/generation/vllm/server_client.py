@@ -184,8 +184,8 @@ class ServerClient(Client):
     def _check_load(self, results: Sequence[Mapping[str, Any]]) -> None:
         for result in results:
             if "error" in result:
-                said = quote(str(result["error"]))
-                raise RuntimeError(f"expected {self.url} to load weights, but it failed: {said}")
+                error = quote(str(result["error"]))
+                raise RuntimeError(f"expected {self.url} to load weights, but it failed: {error}")
 
     def members(self) -> list[Member]:
         """Return the group and the GPU of each process that holds a part of the server's weights."""
