@@ -34,7 +34,7 @@ from lightning_rl.utils.seeding import fork_generators
 MAX_CONVERSATIONS = 8  # conversations per audit
 MAX_SECONDS = 2.0  # duration of all replays of an environment
 CPU = torch.device("cpu")
-UNHEARD = "unheard-of-answer-{}"
+UNKNOWN_ANSWER = "unheard-of-answer-{}"
 REWRITES = -1  # precedes the token ids of a rewritten context
 NOT_REPLAYABLE = "is not replayable"
 
@@ -164,7 +164,7 @@ def _repeat(
     alone = [run([conversation])[0] for conversation in conversations]
     moving = _difference(alone, run(conversations[::-1])[::-1])
     if not moving and conversations[0].messages:
-        words = UNHEARD.format(" ".join(map(str, samples)))
+        words = UNKNOWN_ANSWER.format(" ".join(map(str, samples)))
         moving = _difference(run(conversations[:1], words), run(conversations[:1], words))
     others = [
         (conversation.sample, kind)

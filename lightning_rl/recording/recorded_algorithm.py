@@ -13,7 +13,9 @@ from lightning_rl.serialization import describe, restore
 from lightning_rl.utils.terminal import visible
 
 PARTS: dict[str, Any] = {"advantages": Estimator, "loss": PolicyLoss, "reduction": Callable, "value_loss": ValueLoss}
-CHANGES_SIGNAL = {name for name, entry in CONTRIBUTIONS.items() if entry.affects in ("rows", "rewards", "policy loss", "loss")}
+CHANGES_SIGNAL = {
+    name for name, entry in CONTRIBUTIONS.items() if entry.affects in ("rows", "rewards", "policy loss", "loss")
+}
 
 
 def replayable(algorithm: Algorithm, callbacks: Iterable[Callback]) -> Algorithm:

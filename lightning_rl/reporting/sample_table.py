@@ -96,9 +96,9 @@ def _sample(rollout: Rollout, row: int, module: RLLightningModule) -> dict[str, 
         "tokens": int(rollout.sampled_lengths[row]),
         "prompt": text(rollout.prompt_ids[row], rollout.prompt_lengths[row]),
         "response": "".join(
-            said if drawn else f"[{said}]"  # text of an environment
+            part if drawn else f"[{part}]"  # text of an environment
             for drawn, ids in spans_of(rollout, row)
-            for said in [text(torch.tensor(ids), torch.tensor(len(ids)))]
+            for part in [text(torch.tensor(ids), torch.tensor(len(ids)))]
         ),
     }
 

@@ -69,7 +69,7 @@ def test_versions_of_tokens_that_nobody_drew_are_no_engines_doing() -> None:
     drawn[0, 1] = False  # an environment token
     rollout = evidence.rollout.replace(action_mask=drawn, valid_tokens=drawn)
     stray = replace(evidence, rollout=rollout)
-    assert [finding.culprit for finding in CHECKS["versions"](stray)] == ["stage draw"]
+    assert [finding.culprit for finding in CHECKS["versions"](stray)] == ["stage generate"]
     late = replace(evidence, number=3)
     assert [finding.culprit for finding in CHECKS["versions"](late)] == ["engine none"]
 

@@ -173,5 +173,5 @@ def test_the_greedy_score_of_a_row_is_that_of_its_own_prompt(wrong: bool) -> Non
     with patch.object(Sampler, "_with_baseline", of_the_next_prompt) if wrong else patch.dict({}):
         fit(tiny_module(advantages="remax"), callbacks=[audit], data=tiny_prompts(16, 4), max_steps=4)
     assert {finding.culprit for finding in audit.findings} == (
-        {"stage draw, the greedy scores of its rows"} if wrong else set()
+        {"stage generate, the greedy scores of its rows"} if wrong else set()
     )

@@ -228,6 +228,6 @@ def test_who_is_named() -> None:
         "environment Shop: other rewards when it is repeated"
     ]
     (found,) = judge(Replay("Shop", samples=[1, 2], others=[(1, "messages"), (2, "reward")]))
-    assert found.startswith("stage draw") and found.endswith("others in 2 of 2: messages, reward")
+    assert found.startswith("stage generate") and found.endswith("others in 2 of 2: messages, reward")
     evidence = replace(evidence_of(), replays=[Replay("Shop", "it is too slow")])
     assert CHECKS["environment_replays"].judge(evidence).skipped == {"environment_replays": "it is too slow"}

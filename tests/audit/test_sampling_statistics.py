@@ -41,7 +41,7 @@ from lightning_rl.audit.token_bets import WAGERS, kinds_of
 from lightning_rl.data import Prompt
 from lightning_rl.generation import Completion, Request
 
-STUCK = "data module Stuck, or stage draw, the cursor of the prompts"
+STUCK = "data module Stuck, or stage generate, the cursor of the prompts"
 SAMPLING = SamplingParams(eos_token_ids=())
 
 
@@ -196,11 +196,11 @@ def test_validation_rows_that_train_are_found(held_out: HeldOut | None, found: b
         (Repeats(0, 0, 0, own_order=True, nats=0.0, order_nats=0.0, samples=[]), []),
         (
             Repeats(0, 4, 0, own_order=True, nats=0.0, order_nats=0.0, samples=[4]),
-            ["stage draw, the cursor of the prompts"],
+            ["stage generate, the cursor of the prompts"],
         ),
         (
             Repeats(0, 0, 1, own_order=True, nats=0.0, order_nats=0.0, samples=[4]),
-            ["stage draw, the cursor of the prompts"],
+            ["stage generate, the cursor of the prompts"],
         ),
         (
             Repeats(0, 0, 3, own_order=False, nats=5.0, order_nats=0.0, samples=[4]),
@@ -208,11 +208,11 @@ def test_validation_rows_that_train_are_found(held_out: HeldOut | None, found: b
         ),  # a custom order with random draws
         (
             Repeats(0, 0, 3, own_order=False, nats=30.0, order_nats=0.0, samples=[4]),
-            ["stage draw, the cursor of the prompts"],
+            ["stage generate, the cursor of the prompts"],
         ),
         (
             Repeats(2, 0, 0, own_order=True, nats=0.0, order_nats=0.0, samples=[4]),
-            ["stage draw, the prompts of each rank"],
+            ["stage generate, the prompts of each rank"],
         ),
     ],
 )
@@ -238,7 +238,7 @@ class FixedOpening(Echo):
         (
             FixedOpening,
             lambda *given, **options: Stuck(*given, **options),
-            ["data module Stuck, or stage draw, the cursor of the prompts"],
+            ["data module Stuck, or stage generate, the cursor of the prompts"],
         ),
     ],
     ids=["fixed opening", "own prompt", "stuck"],
@@ -354,7 +354,9 @@ def test_repeats_that_are_likely_in_each_rollout_are_found_over_several() -> Non
 def test_seeds_that_repeat_those_of_an_earlier_rollout_are_found() -> None:
     earlier = [Earlier(0, [], [], seeds=list(range(1010, 1014)))]
     rows = [pair(10 + row, [5 + row], 1.0) for row in range(4)]
-    assert culprits("repeated_samples", with_batch(*rows, earlier=earlier)) == ["stage draw, the seeds of the requests"]
+    assert culprits("repeated_samples", with_batch(*rows, earlier=earlier)) == [
+        "stage generate, the seeds of the requests"
+    ]
 
 
 def leveled_policy() -> nn.Module:

@@ -81,6 +81,6 @@ def engine(name: str, make: Callable[[], Any], culprit: str | None = None, **giv
     return Fault(name, type(make()).__name__ if culprit is None else culprit, fresh={"engine": make}, **given)
 
 
-def rows(name: str, change: Callable[[Rollout], Rollout], culprit: str = "stage draw", **given: Any) -> Fault:
+def rows(name: str, change: Callable[[Rollout], Rollout], culprit: str = "stage generate", **given: Any) -> Fault:
     """Return a fault in sampled rows."""
     return Fault(name, culprit, patches=[change_rows(change)], **given)

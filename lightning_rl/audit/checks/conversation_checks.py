@@ -26,7 +26,7 @@ ENVIRONMENT_REWARD = REWARD_COLUMNS[1]
 
 
 @check(
-    culprit="stage draw, the seeds and turns of its requests",
+    culprit="stage generate, the seeds and turns of its requests",
     cure="derive seeds with request_seed, and with turn_seed for further turns, and count turns from 0",
 )
 def turn_order(evidence: Evidence) -> Iterator[Finding]:
@@ -49,7 +49,7 @@ def turn_order(evidence: Evidence) -> Iterator[Finding]:
 
 
 @check(
-    culprit="stage draw, the rewards of turns",
+    culprit="stage generate, the rewards of turns",
     cure="put the reward of a turn at its last sampled token, and add up the environment's rewards",
 )
 def turn_rewards(evidence: Evidence) -> Iterator[Finding | Skip]:
@@ -123,7 +123,7 @@ def sample_weights(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 @check(
-    culprit="stage draw, the tokens of a conversation that the chat template writes",
+    culprit="stage generate, the tokens of a conversation that the chat template writes",
     cure="render all messages and tool schemas with the template, without control tokens from their texts, and close "
     "each answer once",
 )
@@ -148,7 +148,7 @@ def written_turns(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 @check(
-    culprit="stage draw, the request of a conversation's turn",
+    culprit="stage generate, the request of a conversation's turn",
     cure="request the rest of max_new_tokens, max_turn_tokens and the context, and at most max_turns",
 )
 def turn_limits(evidence: Evidence) -> Iterator[Finding]:
@@ -177,7 +177,7 @@ def _rooms(turns: Sequence[Pair], facts: RunFacts) -> Iterator[tuple[Pair, int]]
 
 
 @check(
-    culprit="stage draw, the conversation that rewards get",
+    culprit="stage generate, the conversation that rewards get",
     expected="the token ids of the last answer as a completion",
     cure="pass the tokens of the last answer to rewards",
 )
@@ -209,7 +209,7 @@ def environment_replays(evidence: Evidence) -> Iterator[Finding | Skip]:
         elif replay.others:
             kinds = dict.fromkeys(what for _, what in replay.others)
             yield Finding(
-                culprit="stage draw, the turns of conversations and their calls of tools, rows and seeds",
+                culprit="stage generate, the turns of conversations and their calls of tools, rows and seeds",
                 expected=f"the conversation of {replay.environment} for this row, seed and answers",
                 observed=f"others in {len(replay.others)} of {len(replay.samples)}: {', '.join(kinds)}",
                 cure="pass to every environment the row and seed of its sample, each answer once and in order, and "

@@ -40,7 +40,7 @@ def repeated_samples(evidence: Evidence) -> Iterator[Finding | Skip]:
     of their batches are independent. Likelihood ratios are multiplied over samples and a few rollouts.
     """
     if again := _repeated_seeds(evidence):
-        culprit, expected = "stage draw, the seeds of the requests", "another seed for every request of a run"
+        culprit, expected = "stage generate, the seeds of the requests", "another seed for every request of a run"
         yield Finding(culprit=culprit, expected=expected, observed=f"{len(again)} again", samples=again[:4])
         return
     noise = [noise_ratios(draws) for draws in (*(one.draws for one in evidence.earlier), evidence.draws)]
@@ -140,9 +140,9 @@ def prompt_source(evidence: Evidence) -> Iterator[Finding | Skip]:
             rollout.sample_ids.tolist(), rollout.prompt_ids.tolist(), rollout.prompt_lengths.tolist(), strict=True
         )
     }
-    requests = f"{evidence.facts.data}stage draw, the prompts of the requests"
+    requests = f"{evidence.facts.data}stage generate, the prompts of the requests"
     sources: list[tuple[str, str, Mapping[int, tuple[int, ...]]]] = [
-        ("stage draw, the prompts of its rows", "the prompt of the request in the trained row", trained),
+        ("stage generate, the prompts of its rows", "the prompt of the request in the trained row", trained),
         (requests, "the prompt of the training data at its place of the stream", evidence.stream_prompts),
         (
             f"{requests}, or a reward that edits them",
@@ -162,7 +162,7 @@ def prompt_source(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 
 @check(
-    culprit="{data}stage draw, the cursor of the prompts",
+    culprit="{data}stage generate, the cursor of the prompts",
     expected="samples that are in no earlier rollout",
     cure="advance the cursor with every prompt, and save it with the run",
 )
@@ -181,7 +181,7 @@ def prompt_cursor(evidence: Evidence) -> Iterator[Finding]:
             return
     if repeats is not None and repeats.shared:
         yield Finding(
-            culprit="stage draw, the prompts of each rank",
+            culprit="stage generate, the prompts of each rank",
             expected="different prompts on every rank",
             observed=f"{repeats.shared} prompts on several ranks",
             samples=repeats.samples,

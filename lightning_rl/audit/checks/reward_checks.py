@@ -34,14 +34,14 @@ def reward_rows(evidence: Evidence) -> Iterator[Finding]:
     ]
     for call, wrong in mixed_up:
         yield Finding(
-            culprit=f"stage draw, the call of reward {call.name}",
+            culprit=f"stage generate, the call of reward {call.name}",
             expected="completions that the engine drew",
             observed=f"something else in {len(wrong)} rows",
             samples=wrong[:4],
         )
     for name, samples in evidence.strange_columns.items():
         yield Finding(
-            culprit=f"{evidence.facts.data}stage draw, the columns of reward {name}",
+            culprit=f"{evidence.facts.data}stage generate, the columns of reward {name}",
             expected="the columns of the row of the data that each completion answers",
             observed=f"others for {len(samples)} completions",
             samples=samples[:4],
@@ -49,7 +49,7 @@ def reward_rows(evidence: Evidence) -> Iterator[Finding]:
     rollout, sums = evidence.rollout, _weighted_sums(evidence)
     if not mixed_up and (strange := _strange_baselines(evidence, sums)):
         yield Finding(
-            culprit="stage draw, the greedy scores of its rows",
+            culprit="stage generate, the greedy scores of its rows",
             expected="the reward of the greedy answer to the row's own prompt",
             observed=f"something else in {len(strange)} rows",
             samples=strange[:4],
@@ -62,7 +62,9 @@ def reward_rows(evidence: Evidence) -> Iterator[Finding]:
     if wrong and not mixed_up:
         later = all(_is_sum(drawn.get(sample, nan), sums[sample]) for sample in wrong)
         yield Finding(
-            culprit="stage signal, a score stored as the reward" if later else "stage draw, the rewards of its rows",
+            culprit="stage signal, a score stored as the reward"
+            if later
+            else "stage generate, the rewards of its rows",
             expected="the weighted sum of the functions' values, and no reward without one",
             observed=f"something else in {len(wrong)} rows",
             samples=wrong[:4],

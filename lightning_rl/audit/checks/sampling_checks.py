@@ -16,11 +16,11 @@ from lightning_rl.audit.sampling_statistics import Pair, turns_of
 from lightning_rl.rollout import TURNS, FinishReason, Rollout
 from lightning_rl.utils.finding import Finding
 
-DRAW = "stage draw"
+GENERATE = "stage generate"
 Array = NDArray[Any]
 
 
-@check(culprit=DRAW, cure="join completions and rows by sample id, and append environment tokens after the answer")
+@check(culprit=GENERATE, cure="join completions and rows by sample id, and append environment tokens after the answer")
 def trained_tokens(evidence: Evidence) -> Iterator[Finding]:
     """Tokens, log-probabilities, versions and finish reasons are those that the engine returned, turn by turn.
 
@@ -141,7 +141,7 @@ def versions(evidence: Evidence) -> Iterator[Finding]:
         versions = sorted(set(rollout.policy_version[wrong | back].tolist()))
         legal = " to ".join(map(str, sorted({max(evidence.number - bound, 0), evidence.number})))
         yield Finding(
-            culprit="" if bool((wrong | back).any()) else DRAW,  # engines set no versions at other tokens
+            culprit="" if bool((wrong | back).any()) else GENERATE,  # engines set no versions at other tokens
             expected=f"version {legal} at every sampled token",
             observed=f"{versions or 'versions at tokens that were not sampled'}",
             samples=rollout.sample_ids[places.any(-1)][:4].tolist(),
@@ -150,7 +150,7 @@ def versions(evidence: Evidence) -> Iterator[Finding]:
 
 
 @check(
-    culprit=DRAW,
+    culprit=GENERATE,
     observed="something else",
     cure="keep all fields of a row together: select and concatenate whole rollouts",
 )

@@ -824,7 +824,7 @@ ALL: tuple[Fault, ...] = (
     engine("short completions of eight first", FinishingInPairs, options=SLOW, max_steps=12),
     library(
         "checked completions sorted by length",
-        "stage draw",
+        "stage generate",
         [after(Sampler, "draw", by_length)],
         fresh={"engine": Quiet},
     ),
@@ -833,7 +833,7 @@ ALL: tuple[Fault, ...] = (
     engine("seeds of three bits", FewSeeds, options=SLOW, max_steps=12),
     library(
         "requests with the same seeds in every rollout",
-        "stage draw, the seeds",
+        "stage generate, the seeds",
         [patch.object(lightning_rl.rollouts.sample, "request_seed", seed_of_place)],
     ),
     # a missing reward counted as zero
@@ -867,21 +867,21 @@ ALL: tuple[Fault, ...] = (
     Fault("reward server one answer late", "LateServer", fresh={"rewards": LateServer}, data=with_answers),
     library(
         "columns of the previous row",
-        "stage draw",
+        "stage generate",
         [after(Sampler, "reward_arguments", shifted_columns)],
         options={"rewards": by_answer},
         data=with_answers,
     ),
     library(
         "responses of the previous row",
-        "stage draw",
+        "stage generate",
         [after(Sampler, "reward_arguments", shifted_completions)],
         options={"rewards": by_answer},
         data=with_answers,
     ),
     library(
         "prompts repeated one row late",
-        "stage draw",
+        "stage generate",
         [patch.object(lightning_rl.rollouts.sample, "_repeat", shifted_once)],
         options={"rewards": by_answer},
         data=with_answers,

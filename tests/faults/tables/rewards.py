@@ -202,7 +202,7 @@ STALE: dict[str, Any] = {
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "a reward of token ids without the last one",
-        "stage draw",
+        "stage generate",
         "reward_rows",
         patches=[after(Sampler, "answers", lambda answers, *_: [ids[:-1] for ids in answers])],
     ),

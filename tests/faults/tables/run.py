@@ -33,7 +33,7 @@ FAULTS: tuple[Fault, ...] = (
     rows("finish reason from the padded width", patches.finish_by_width, check="trained_tokens"),
     Fault(
         "rollout log-probabilities in bfloat16",
-        "stage draw",
+        "stage generate",
         check="trained_tokens",
         patches=[after(collate, "_logprobs", patches.in_bfloat16)],
     ),
@@ -244,7 +244,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "rewards of the row before",
-        "stage draw",
+        "stage generate",
         check="reward_rows",
         patches=[after(Rewards, "__call__", lambda scores, *_: scores._replace(total=scores.total.roll(1)))],
     ),
@@ -254,7 +254,7 @@ FAULTS: tuple[Fault, ...] = (
     rows("the last token of a response masked", patches.without_last_token, check="trained_tokens"),
     Fault(
         "a group lost after the draw",
-        "stage draw",
+        "stage generate",
         check="sample_conservation",
         patches=[after(Sampler, "fill_groups", patches.without_first_group)],
     ),
