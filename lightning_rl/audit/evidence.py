@@ -76,7 +76,7 @@ def _follows_rows(callback: RLCallback) -> bool:
     )
 
 
-class Contribution(NamedTuple):
+class CorrectionMethod(NamedTuple):
     """A contribution of a correction, as a culprit and as a function."""
 
     callback: RLCallback
@@ -239,10 +239,12 @@ class Evidence:
             "data": self.facts.data,
         }
 
-    def contributions(self, *methods: str) -> list[Contribution]:
+    def contributions(self, *methods: str) -> list[CorrectionMethod]:
         """Return all contributions of the given methods."""
         corrections = self.algorithm.corrections
-        return [Contribution(callback, method) for method in methods for callback in corrections.contributors(method)]
+        return [
+            CorrectionMethod(callback, method) for method in methods for callback in corrections.contributors(method)
+        ]
 
     def signal(self, rollout: Rollout) -> tuple[Rollout, Tensor]:
         """Return a rollout with its signal, computed on this rank only, and its shaped rewards."""

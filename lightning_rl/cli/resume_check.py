@@ -33,7 +33,7 @@ class StepPrint(NamedTuple):
     metrics: dict[str, float]
 
 
-class Difference(NamedTuple):
+class CheckpointDifference(NamedTuple):
     """First step, counted from 0, in which a kind differs; sorts in order of computation."""
 
     step: int
@@ -108,7 +108,7 @@ def resume_check(recipe: Path, options: Sequence[str], *, steps: int, first: int
         for step in range(first, len(whole)):
             resumed = _run(recipe, options, steps, files, resume_from=folder / f"{step}.ckpt")
             ranks: Any = distributed.process_objects([tuple(each) for each in _differences(whole, resumed, step)])
-            differences = [Difference(*difference) for rank in ranks for difference in rank]
+            differences = [CheckpointDifference(*difference) for rank in ranks for difference in rank]
             equal = equal and not differences
             firsts = {difference.place: difference.step for difference in sorted(differences, reverse=True)}
             marks = [f"step {firsts[place] + 1}" if place in firsts else "equal" for place in range(len(KINDS))]
@@ -141,18 +141,18 @@ def _run(
     return prints.steps
 
 
-def _differences(whole: dict[int, StepPrint], resumed: dict[int, StepPrint], step: int) -> list[Difference]:
+def _differences(whole: dict[int, StepPrint], resumed: dict[int, StepPrint], step: int) -> list[CheckpointDifference]:
     """Return the first difference of each kind from a step on."""
-    differences: dict[str, Difference] = {}
+    differences: dict[str, CheckpointDifference] = {}
     for index in range(step, len(whole)):
         if index not in resumed:
-            missing = Difference(index, 0, f"step {index + 1} is missing in the resumed run")
+            missing = CheckpointDifference(index, 0, f"step {index + 1} is missing in the resumed run")
             return [*differences.values(), missing]
         one, other = whole[index], resumed[index]
         for place, kind in enumerate(KINDS):
             if one.hashes[kind] != other.hashes[kind]:
                 detail = _metric_difference(one.metrics, other.metrics) if kind == "metrics" else ""
-                differences.setdefault(kind, Difference(index, place, f"{kind} of step {index + 1}{detail}"))
+                differences.setdefault(kind, CheckpointDifference(index, place, f"{kind} of step {index + 1}{detail}"))
     return list(differences.values())
 
 

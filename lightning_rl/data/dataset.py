@@ -11,7 +11,7 @@ from lightning_rl.data.data_fingerprint import fingerprint_of
 from lightning_rl.data.encoding import Encoder, TooLong, check_limits
 from lightning_rl.data.prompt import LengthOf, Prompt
 from lightning_rl.data.row_schema import ColumnCheck, PromptForm, Reading
-from lightning_rl.data.rows import Rows
+from lightning_rl.data.rows import SourceRows
 from lightning_rl.data.sources import PromptSource, is_hugging_face, open_source
 from lightning_rl.utils.template_date import TODAY
 
@@ -64,7 +64,7 @@ class PromptDataset:
                 "expected a data set with a length, got an IterableDataset, which only training supports: take a part "
                 "of it, as list(stream.take(200))"
             )
-        self.rows: Rows = rows
+        self.rows: SourceRows = rows
         if not len(self.rows):
             raise ValueError(f"expected at least one {label}, got none")
         self._check_columns()

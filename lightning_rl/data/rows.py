@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 
-class Rows(ABC):
+class SourceRows(ABC):
     """Rows of a source, by number."""
 
     @abstractmethod
@@ -33,7 +33,7 @@ class Rows(ABC):
             yield numbers, self.take(numbers)
 
 
-class MemoryRows(Rows):
+class MemoryRows(SourceRows):
     """Rows of an indexable object; ``places`` returns the position of a row in a file."""
 
     def __init__(self, rows: Any, places: Callable[[int], str] | None = None) -> None:
@@ -58,7 +58,7 @@ class MemoryRows(Rows):
                 yield number, row
 
 
-class ArrowRows(Rows):
+class ArrowRows(SourceRows):
     """Rows of a memory-mapped ``datasets.Dataset``, as plain Python values."""
 
     def __init__(self, dataset: Any) -> None:
@@ -78,10 +78,10 @@ class ArrowRows(Rows):
         yield None, self.dataset.column_names
 
 
-class JoinedRows(Rows):
+class JoinedRows(SourceRows):
     """Rows of several sources, one after another; ``names`` are those of the sources."""
 
-    def __init__(self, parts: Sequence[Rows], names: Sequence[str]) -> None:
+    def __init__(self, parts: Sequence[SourceRows], names: Sequence[str]) -> None:
         self.parts, self.names = parts, names
         self._starts = [0, *accumulate(map(len, parts))]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.data.file_readers import read_csv, read_json, read_json_lines, refuse_pointer
-from lightning_rl.data.rows import ArrowRows, JoinedRows, MemoryRows, Rows
+from lightning_rl.data.rows import ArrowRows, JoinedRows, MemoryRows, SourceRows
 from lightning_rl.utils.naming import in_words
 
 PromptSource = str | Path | Iterable[Any]  # str first, because jsonargparse takes the first type that matches
@@ -29,7 +29,7 @@ NEED_DATASETS = 'pip install "lightning-rl[data]"'
 
 
 def open_source(source: Any, *, name: str | None = None, split: str | None = None) -> Any:
-    """Return the :class:`Rows` of a source; a ``datasets.IterableDataset`` is returned as it is.
+    """Return the :class:`SourceRows` of a source; a ``datasets.IterableDataset`` is returned as it is.
 
     Args:
         source: A list or other indexable with a length; an iterator, which is read into a list; the path of a file
@@ -59,13 +59,13 @@ def open_source(source: Any, *, name: str | None = None, split: str | None = Non
         raise ValueError(f'expected name="{name}" with the name of a data set, got a {type(source).__name__}')
     if is_hugging_face(source, "IterableDataset"):
         return source
-    rows = source if isinstance(source, Rows) else _rows_of(source)
+    rows = source if isinstance(source, SourceRows) else _rows_of(source)
     if place and not len(rows):
         raise ValueError(f"expected at least one prompt, got none{place}")
     return rows
 
 
-def _rows_of(source: Any) -> Rows:
+def _rows_of(source: Any) -> SourceRows:
     """Return the rows of an object in memory or memory-mapped."""
     if is_hugging_face(source, "Dataset"):
         return ArrowRows(source)
@@ -109,7 +109,7 @@ def _paths(source: str | Path) -> list[str | Path]:
     return [Path(each) for each in paths]
 
 
-def _join(paths: Sequence[str | Path], name: str | None, split: str | None) -> Rows:
+def _join(paths: Sequence[str | Path], name: str | None, split: str | None) -> SourceRows:
     """Return the rows of several files, one after another."""
     if missing := [str(path) for path in paths if not Path(path).exists()]:
         raise FileNotFoundError(
@@ -118,10 +118,12 @@ def _join(paths: Sequence[str | Path], name: str | None, split: str | None) -> R
         )
     parts = [_open_path(path, name, split) for path in paths]
     for path, part in zip(paths, parts, strict=True):
-        if not isinstance(part, Rows) and not is_hugging_face(part, "Dataset"):
+        if not isinstance(part, SourceRows) and not is_hugging_face(part, "Dataset"):
             kind = type(part).__name__
             raise ValueError(f"expected a list of files, got {path}, a {kind}: name its files, or pass it by itself")
-    return JoinedRows([part if isinstance(part, Rows) else ArrowRows(part) for part in parts], list(map(str, paths)))
+    return JoinedRows(
+        [part if isinstance(part, SourceRows) else ArrowRows(part) for part in parts], list(map(str, paths))
+    )
 
 
 def _open_path(source: str | Path, name: str | None, split: str | None) -> Any:

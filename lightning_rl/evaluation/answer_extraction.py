@@ -9,7 +9,7 @@ from lightning_rl.utils.keys import hide_secrets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
+class ExtractedAnswers:
     """Answers of some completions, None for no vote; ``read`` is False where extraction failed, first by ``cause``."""
 
     values: tuple[Hashable | None, ...]
@@ -17,10 +17,10 @@ class Answers:
     cause: str = ""
 
 
-def read_answers(extract: Callable[[str], Hashable] | None, texts: Sequence[str]) -> Answers:
+def read_answers(extract: Callable[[str], Hashable] | None, texts: Sequence[str]) -> ExtractedAnswers:
     """Extract the answer of each completion; an error or an unhashable answer affects its own sample only."""
     if extract is None:
-        return Answers(values=(None,) * len(texts), read=(True,) * len(texts))
+        return ExtractedAnswers(values=(None,) * len(texts), read=(True,) * len(texts))
     values: list[Hashable | None] = []
     causes: list[str] = []
     for text in texts:
@@ -28,7 +28,7 @@ def read_answers(extract: Callable[[str], Hashable] | None, texts: Sequence[str]
         values.append(value)
         causes.append(cause)
     first = next((cause for cause in causes if cause), "")
-    return Answers(values=tuple(values), read=tuple(not cause for cause in causes), cause=first)
+    return ExtractedAnswers(values=tuple(values), read=tuple(not cause for cause in causes), cause=first)
 
 
 def _read(extract: Callable[[str], Hashable], text: str) -> tuple[Hashable | None, str]:

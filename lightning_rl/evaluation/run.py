@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_rl.data import Prompt
 from lightning_rl.distributed import Collectives
 from lightning_rl.environments.outcome import FOLDER, Outcome, report_environments
-from lightning_rl.evaluation.answer_extraction import Answers, read_answers, report_answers
+from lightning_rl.evaluation.answer_extraction import ExtractedAnswers, read_answers, report_answers
 from lightning_rl.evaluation.estimators import majority
 from lightning_rl.evaluation.loader import EvaluationBatch
 from lightning_rl.evaluation.questions import Questions
@@ -61,7 +61,7 @@ class EvaluationRun:
         self.places = [{prompt.index: place for place, prompt in enumerate(q.prompts)} for q in questions]
         self.records: list[list[Record]] = [[] for _ in questions]
         self.failing: list[list[RewardCall]] = [[] for _ in questions]
-        self.unread: list[list[Answers]] = [[] for _ in questions]
+        self.unread: list[list[ExtractedAnswers]] = [[] for _ in questions]
         self.outcomes: list[list[Outcome]] = [[] for _ in questions]
         self.broken = [0 for _ in questions]
         self.calls: list[Sequence[RewardCall]] = [() for _ in questions]
@@ -195,7 +195,7 @@ def table_rows(
     failed: Bool[Tensor, " B"],
     decided: Bool[Tensor, " B"],
     solved: Bool[Tensor, " B"],
-    answers: Answers,
+    answers: ExtractedAnswers,
     samples: int,
 ) -> Float[Tensor, "P C"]:
     """Return the rows of a :class:`Tally` for some prompts, whose samples are adjacent in the rollout."""

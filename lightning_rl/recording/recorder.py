@@ -61,7 +61,7 @@ class RolloutRecorder(RLCallback):
         self.every_n_rollouts = every_n_rollouts
         self.keep = keep
         self.written: list[Path] = []
-        self._draft: _Draft | None = None
+        self._draft: _RecordingDraft | None = None
         self._vocabulary: Vocabulary | None = None
 
     @override
@@ -72,7 +72,7 @@ class RolloutRecorder(RLCallback):
         if batch.step == 0:
             self._vocabulary = self._vocabulary or Vocabulary(module.tokenizer)
             due = batch.rollout % self.every_n_rollouts == 0
-            self._draft = _Draft(module, batch.rollout, self._vocabulary) if due else None
+            self._draft = _RecordingDraft(module, batch.rollout, self._vocabulary) if due else None
         if self._draft is not None:
             self._draft.begin_step(batch)
 
@@ -168,7 +168,7 @@ class Vocabulary:
         return f" {text}" if begins else text
 
 
-class _Draft:
+class _RecordingDraft:
     """Recording in progress."""
 
     def __init__(self, module: RLLightningModule, number: int, vocabulary: Vocabulary) -> None:

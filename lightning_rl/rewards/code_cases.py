@@ -62,7 +62,7 @@ class InputOutput(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Script:
+class ProgramTest:
     """Code that runs after the program in the same process and raises, or has a test that fails, for a wrong program.
 
     Attributes:
@@ -184,7 +184,7 @@ class AnyOf(NamedTuple):
     tests: Sequence[FunctionCall]
 
 
-Test = InputOutput | Script | FunctionCall | AnyOf
+Test = InputOutput | ProgramTest | FunctionCall | AnyOf
 
 
 def read_tests(
@@ -215,7 +215,7 @@ def _bytes_of(test: Test) -> int:
     """Return the size of the smallest output that passes."""
     if isinstance(test, AnyOf):
         return min(map(_bytes_of, test.tests))
-    if isinstance(test, Script):
+    if isinstance(test, ProgramTest):
         return 0
     texts = [test.wanted.strip()] if isinstance(test, InputOutput) else map(json.dumps, test.wanted)
     return min(len(text.encode(errors="replace")) for text in texts)
@@ -335,7 +335,7 @@ def _value(text: str) -> Any:
     return text
 
 
-def _script(test: str, entry_point: Any) -> Script:
+def _script(test: str, entry_point: Any) -> ProgramTest:
     """Return code that runs all tests of a text, or names them for the runner that they need."""
     try:
         body = ast.parse(test, TEST_FILE).body
@@ -355,7 +355,7 @@ def _script(test: str, entry_point: Any) -> Script:
             f"{test!r:.200}"
         )
     if called & tests.keys():
-        return Script(test, modules)
+        return ProgramTest(test, modules)
     if tests or classes:
         needs_pytest = (
             "pytest" in modules
@@ -364,19 +364,19 @@ def _script(test: str, entry_point: Any) -> Script:
             or not all("TestCase" in test and part.bases for part in classes.values())
         )
         if needs_pytest:
-            return Script(test, modules, "pytest", (*tests, *classes))
+            return ProgramTest(test, modules, "pytest", (*tests, *classes))
         code = "\n".join([test, *(f"{name}()" for name in tests)])
-        return Script(code, modules, "unittest", tuple(classes)) if classes else Script(code, modules)
+        return ProgramTest(code, modules, "unittest", tuple(classes)) if classes else ProgramTest(code, modules)
     if entry and (checks or "candidate" in called):
         owner, name = entry[1] or "Solution", entry[2]
         candidate = (
             f"candidate = {owner}().{name} if hasattr(globals().get({owner!r}), {name!r}) else globals()[{name!r}]"
         )
-        return Script(
+        return ProgramTest(
             f"{candidate}\n{test}" + ("\ncheck(candidate)" if checks else ""), modules, imports=IMPORTS, entered=True
         )
     if statements and not checks:
-        return Script(test, modules)
+        return ProgramTest(test, modules)
     raise UnreadableReference(
         f"expected the column {ENTRY_POINT!r} with the name of the function to check, such as 'f' or 'Solution().f', "
         f"got {entry_point!r} for {test!r:.200}"

@@ -77,7 +77,7 @@ class MathMatch(AnswerMatch):
     @cached_property
     def pool(self) -> Pool:
         """Processes that compare, started on demand."""
-        return Pool(cloudpickle.dumps(Comparison()), processes=self.processes, memory=MEMORY)
+        return Pool(cloudpickle.dumps(MathComparison()), processes=self.processes, memory=MEMORY)
 
     @override
     def compare(self, texts: Sequence[str], references: Sequence[Any]) -> list[float | None]:
@@ -175,7 +175,7 @@ def _answer(future: "Future[bool | None]") -> bool | None:
         return False
 
 
-class Comparison:
+class MathComparison:
     """Function that compares, built when it is loaded."""
 
     def __reduce__(self) -> Any:

@@ -106,7 +106,7 @@ class RewardModel:
         return [[*self._prompt_ids(prompt), *row] for prompt, row in zip(prompts, ids, strict=True)]
 
     @cached_property
-    def scorer(self) -> "Scorer":
+    def scorer(self) -> "LoadedRewardModel":
         """Model, built and checked."""
         with torch.random.fork_rng(devices=[]):  # keep the random state of the run
             module = self._build()
@@ -114,7 +114,7 @@ class RewardModel:
         if device is None:
             device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
         module = module.to(device=device, dtype=self.dtype).requires_grad_(requires_grad=False).eval()
-        scorer = Scorer(module, self.label, self.max_tokens_per_microbatch)
+        scorer = LoadedRewardModel(module, self.label, self.max_tokens_per_microbatch)
         if self.max_tokens_per_microbatch > 1:
             scorer.check_padding()
         return scorer
@@ -175,7 +175,7 @@ class RewardModel:
 
 
 @dataclass(frozen=True)
-class Scorer:
+class LoadedRewardModel:
     """Built model and the way to read its score.
 
     Args:

@@ -75,7 +75,7 @@ class CurrentRollout:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RunFailure:
     """A rollout in which an error was raised.
 
     Attributes:
@@ -122,7 +122,7 @@ class Progress:
     nonfinite_in_a_row: int = 0
     corrections: Mapping[str, Mapping[str, Any]] | None = None
     budget: tuple[int | None, int] | None = None
-    failure: Failure | None = None
+    failure: RunFailure | None = None
     discarded: int | None = None
     origin: int | None = None
 
@@ -177,7 +177,7 @@ class Progress:
             skipped=state["skipped"],
             nonfinite_in_a_row=state["nonfinite_in_a_row"],
             budget=None if budget is None else tuple(budget),
-            failure=None if failure is None else Failure(*failure),
+            failure=None if failure is None else RunFailure(*failure),
             discarded=state.get("discarded"),
             origin=state.get("origin", 0),
         )

@@ -26,7 +26,7 @@ from lightning_rl.policy import ModelOptions, Scorer
 from lightning_rl.policy.memory import MAX_TOKENS
 from lightning_rl.rollouts.lost_updates import LostUpdates
 from lightning_rl.rollouts.prefetch import Prefetcher
-from lightning_rl.rollouts.progress import CurrentRollout, Failure, MaxOverRanks, Progress
+from lightning_rl.rollouts.progress import CurrentRollout, MaxOverRanks, Progress, RunFailure
 from lightning_rl.rollouts.zero_gradient import row_counts
 from lightning_rl.run_spec import Needs
 from lightning_rl.update import StepGradient
@@ -205,7 +205,7 @@ class RunState:
         if number is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
             before = self.progress.failure
             count = before.count + 1 if before is not None and before.rollout == number else 1
-            failure = Failure(number, count)
+            failure = RunFailure(number, count)
             self.progress = replace(self.progress, failure=failure)
             error.add_note(failure.note())
 

@@ -66,7 +66,7 @@ class Script:
 
 
 @dataclass(slots=True)
-class Outcome:
+class ScriptResult:
     """Results of a conversation.
 
     Attributes:
@@ -146,9 +146,9 @@ def _findings(
         yield from ((finding, script) for finding in _ship(factory, outcome, words=words))
 
 
-def run_conversation(factory: Callable[[], Any], row: Mapping[str, Any], script: Script, seed: int) -> Outcome:
+def run_conversation(factory: Callable[[], Any], row: Mapping[str, Any], script: Script, seed: int) -> ScriptResult:
     """Run one conversation."""
-    outcome = Outcome()
+    outcome = ScriptResult()
     for _ in _moves(factory, row, script, seed, outcome):
         pass
     return outcome
@@ -156,17 +156,17 @@ def run_conversation(factory: Callable[[], Any], row: Mapping[str, Any], script:
 
 def _interleave(
     factory: Callable[[], Any], row: Mapping[str, Any], script: Script, other: Script, seed: int
-) -> Outcome:
+) -> ScriptResult:
     """Run a conversation, interleaved with another one."""
-    outcome = Outcome()
-    ours, theirs = _moves(factory, row, script, seed, outcome), _moves(factory, row, other, seed + 1, Outcome())
+    outcome = ScriptResult()
+    ours, theirs = _moves(factory, row, script, seed, outcome), _moves(factory, row, other, seed + 1, ScriptResult())
     for _ in zip_longest(ours, theirs):
         pass
     return outcome
 
 
 def _moves(
-    factory: Callable[[], Any], row: Mapping[str, Any], script: Script, seed: int, outcome: Outcome
+    factory: Callable[[], Any], row: Mapping[str, Any], script: Script, seed: int, outcome: ScriptResult
 ) -> Iterator[str]:
     """Run a conversation call by call; its results are added to ``outcome``."""
     try:
@@ -230,7 +230,7 @@ def _scripts(made: Environment | TokenEnvironment, answers: Sequence[Any]) -> It
         yield Script(name="an unreadable call", answers=[Action(text="", errors=["no JSON"])] * TURNS)
 
 
-def _judge(outcome: Outcome) -> Finding | None:
+def _judge(outcome: ScriptResult) -> Finding | None:
     """Return the finding about an error in a conversation, or None."""
     raised = outcome.raised
     if raised is None:
@@ -263,7 +263,7 @@ def _close(made: Environment | TokenEnvironment) -> Iterator[Finding]:
         yield _finding_of("environment_closes", "an environment that can be closed before it is reset", raised, cure)
 
 
-def _ship(factory: Callable[[], Any], outcome: Outcome, *, words: bool) -> Iterator[Finding]:
+def _ship(factory: Callable[[], Any], outcome: ScriptResult, *, words: bool) -> Iterator[Finding]:
     """Yield a finding if the environment cannot be pickled, or if its results are not plain data."""
     try:
         cloudpickle.loads(cloudpickle.dumps(factory))
@@ -287,7 +287,7 @@ def _copy(value: Any) -> Any:
     return value.tolist() if isinstance(value, (np.generic, np.ndarray, torch.Tensor)) else value
 
 
-def _differs(check: str, outcome: Outcome, other: Outcome, cure: str) -> Finding:
+def _differs(check: str, outcome: ScriptResult, other: ScriptResult, cure: str) -> Finding:
     pairs = zip(outcome.results, other.results, strict=False)
     place = next((pair for pair in pairs if repr(pair[0]) != repr(pair[1])), (len(outcome.results), len(other.results)))
     return _finding(check, f"the same, {place[0]!r:.200}", f"{place[1]!r:.200}", cure)

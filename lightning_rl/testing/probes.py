@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Contribution, Evidence
+from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, CorrectionMethod, Evidence
 from lightning_rl.corrections import CONTRIBUTIONS, MADE_AFTER, LossTerm, Stat
 from lightning_rl.rollout import TOKEN, Rollout
 from lightning_rl.utils.finding import Finding
@@ -89,14 +89,14 @@ def scale_values(rows: Rollout, scale: float) -> Rollout:
     return changed if entropy is None else changed.replace(entropy=entropy.abs())
 
 
-def _rows_for(evidence: Evidence, contribution: Contribution) -> Rollout:
+def _rows_for(evidence: Evidence, contribution: CorrectionMethod) -> Rollout:
     entropy_gradient = contribution.callback.trains_entropy
     if contribution.method in SHOWN_A_VIEW:
         return evidence.view(entropy_gradient=entropy_gradient).sanitize()
     return evidence.groups.sanitize()
 
 
-def _optional_fields(contribution: Contribution, shown: Rollout) -> list[str]:
+def _optional_fields(contribution: CorrectionMethod, shown: Rollout) -> list[str]:
     """Return the undeclared fields that may be missing when the contribution is computed."""
     callback, method = contribution.callback, contribution.method
     declared = {*callback.reads, *callback.reads_at_loss, *callback.provides}
@@ -107,7 +107,7 @@ def _optional_fields(contribution: Contribution, shown: Rollout) -> list[str]:
     return [*early, *(name for name in optional if name not in declared and name not in early)]
 
 
-def _loss_of(contribution: Contribution, shown: Rollout, name: str) -> str:
+def _loss_of(contribution: CorrectionMethod, shown: Rollout, name: str) -> str:
     """Return the effect of a missing field on a contribution; empty for none."""
     field, _, key = name.partition("/")
     present = getattr(shown, field)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import yaml
 
 from lightning_rl.translation.trl_options import FURTHER, OLDER, OLDER_BETA, OPTIONS, RENAMED, VERSION
-from lightning_rl.translation.trl_script import Function, Line, Script, cells_of, read_script
+from lightning_rl.translation.trl_script import Function, SourceLine, TrainerScript, cells_of, read_script
 
 ROWS = "per_device_train_batch_size"
 EPSILON = 1e-4  # added to standard deviations by TRL
@@ -101,7 +101,7 @@ def from_trl(
         RefusedError: With the reason for each refused option.
         UnreadableError: If the file is not a configuration.
     """
-    script, is_script = Script({}, "", frozenset()), path.suffix in (".py", ".ipynb")
+    script, is_script = TrainerScript({}, "", frozenset()), path.suffix in (".py", ".ipynb")
     try:
         text = path.read_text(encoding="utf-8")
         if is_script:
@@ -121,10 +121,10 @@ def from_trl(
     if model:
         values["model_name_or_path"] = model
     left_out = {name: value for name, value in left_out.items() if name not in values}
-    writer = _Writer(values, devices, script if not rewards else Script({}, "", frozenset()), left_out)
+    writer = _Writer(values, devices, script if not rewards else TrainerScript({}, "", frozenset()), left_out)
     for name in left_out:
         line = script.options.get(name)
-        writer.notes[name] = f"left out by --ignore{f'; {line.text}' if isinstance(line, Line) else ''}"
+        writer.notes[name] = f"left out by --ignore{f'; {line.text}' if isinstance(line, SourceLine) else ''}"
     return writer.script(path.name), writer.notes
 
 
@@ -178,7 +178,7 @@ class _Writer:
     """Writer of a recipe; each method translates the options of one part."""
 
     def __init__(
-        self, values: Mapping[str, Any], devices: int, script: Script, left_out: Mapping[str, Any] = {}
+        self, values: Mapping[str, Any], devices: int, script: TrainerScript, left_out: Mapping[str, Any] = {}
     ) -> None:
         self.devices, self.left_out = devices, left_out
         self.definitions = script.definitions
@@ -200,9 +200,9 @@ class _Writer:
             )
         for name, value in self.values.items():
             option, near = KNOWN.get(name), get_close_matches(name, [*KNOWN, *RENAMED], n=1, cutoff=0.8)
-            if isinstance(value, Line) and value.harmless:
+            if isinstance(value, SourceLine) and value.harmless:
                 self.notes[name] = value.text
-            elif isinstance(value, Line):
+            elif isinstance(value, SourceLine):
                 self.refuse(name, value.text)
             elif option is None and not isinstance(value, ast.expr):
                 hint = f"; did you mean {near[0]}?" if near else ""

@@ -40,18 +40,18 @@ class Function(NamedTuple):
     source: str
 
 
-class Line(NamedTuple):
+class SourceLine(NamedTuple):
     """Part of a script that is not translated: a description, and if training is the same without it."""
 
     text: str
     harmless: bool = False
 
 
-class Script(NamedTuple):
+class TrainerScript(NamedTuple):
     """Options of a script, and the source of its imports and definitions that the reward functions use.
 
     A value that cannot be read without running the script is an ``ast.expr``. A statement that is not translated is
-    a :class:`Line` with the name ``line7``.
+    a :class:`SourceLine` with the name ``line7``.
     """
 
     options: dict[str, Any]
@@ -66,7 +66,7 @@ def cells_of(text: str) -> str:
     return "\n".join(line for line in lines if not line.lstrip().startswith(("%", "!")))
 
 
-def read_script(text: str) -> Script:
+def read_script(text: str) -> TrainerScript:
     """Return the options of GRPOConfig and GRPOTrainer in a script.
 
     Raises:
@@ -100,8 +100,10 @@ def read_script(text: str) -> Script:
         methods = [one.name for one in getattr(changed[name], "body", ()) if isinstance(one, ast.FunctionDef)]
         if changed[name] is not None:
             has = ", ".join(methods) or "other attributes"
-            options[name] = Line(f"expected a class of TRL, got a subclass, with {has}: write a loss or a callback")
-    return Script(options | reader.unread(trainers, configs, trainer, names), definitions, names)
+            options[name] = SourceLine(
+                f"expected a class of TRL, got a subclass, with {has}: write a loss or a callback"
+            )
+    return TrainerScript(options | reader.unread(trainers, configs, trainer, names), definitions, names)
 
 
 class _Reader:
@@ -379,7 +381,7 @@ class _Reader:
         configs: Sequence[ast.Call],
         trainer: Mapping[str, ast.expr],
         rewards: frozenset[str],
-    ) -> dict[str, Line]:
+    ) -> dict[str, SourceLine]:
         """Return the statements that touch what was followed, or the trainer, and were not understood."""
         made = set[str]()  # names of the trainer
         for statement, _ in self.statements:
@@ -394,7 +396,7 @@ class _Reader:
             watched |= {one.name} - rewards if names & watched else set()
         rows = {name for part in ("train_dataset", "eval_dataset") for name in self._sources(trainer.get(part))}
         rows -= self.watched
-        lines, trained = dict[str, Line](), False
+        lines, trained = dict[str, SourceLine](), False
         for statement, certain in self.statements:
             nodes = [node for part in _header(statement) for node in ast.walk(part)]
             calls = [node for node in nodes if isinstance(node, ast.Call) and _name(node.func) == "train"]
@@ -409,7 +411,7 @@ class _Reader:
                 where = "" if certain else "in a branch or loop, "
                 harmless = trained or (not trains and bool(_effects(statement)) and _effects(statement) <= HARMLESS)
                 name = f"line{statement.lineno}"
-                lines[f"{name}b" if name in lines else name] = Line(f"{where}not translated: {text}", harmless)
+                lines[f"{name}b" if name in lines else name] = SourceLine(f"{where}not translated: {text}", harmless)
             trained = trained or bool(trains)
         return lines
 

@@ -15,7 +15,7 @@ from kit.skips import need_sandbox
 from lightning_rl.rewards import CodeTests, Sandbox, SandboxUnavailable, sandbox
 from lightning_rl.rewards.answer_match import UnreadableReference
 from lightning_rl.rewards.code import code_of
-from lightning_rl.rewards.code_cases import FunctionCall, InputOutput, Script, read_tests
+from lightning_rl.rewards.code_cases import FunctionCall, InputOutput, ProgramTest, read_tests
 
 DOUBLE = "Here:\n```python\nprint(2 * int(input()))\n```\nDone."
 CASES = [{"input": "2", "output": "4"}, {"input": "3\n", "output": " 6 \n\n"}]
@@ -102,7 +102,7 @@ HUMAN_EVAL = "METADATA = {}\n\ndef check(candidate):\n    assert candidate(2) ==
 ONE = {"input": "2", "output": "4"}
 READ = InputOutput("2", "4")
 PACKED = base64.b64encode(zlib.compress(json.dumps([ONE]).encode())).decode()
-ASSERT = Script("assert f(2) == 4")
+ASSERT = ProgramTest("assert f(2) == 4")
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,8 @@ ASSERT = Script("assert f(2) == 4")
         ({"input": ["2", "3"], "output": ["4", "6"]}, [READ, InputOutput("3", "6")]),
         ({"input": ["2", "3"], "output": ["4"]}, [InputOutput("2\n3", "4")]),
         ({"private_tests": {"input": [], "output": []}, "public_tests": {"input": ["2"], "output": ["4"]}}, [READ]),
-        (f"{HUMAN_EVAL}\ncheck(f)", [Script(f"{HUMAN_EVAL}\ncheck(f)")]),
-        ("def test_a():\n    assert f(2) == 4", [Script("def test_a():\n    assert f(2) == 4\ntest_a()")]),
+        (f"{HUMAN_EVAL}\ncheck(f)", [ProgramTest(f"{HUMAN_EVAL}\ncheck(f)")]),
+        ("def test_a():\n    assert f(2) == 4", [ProgramTest("def test_a():\n    assert f(2) == 4\ntest_a()")]),
     ],
 )
 def test_the_forms_that_tests_have(tests: Any, read: Any) -> None:

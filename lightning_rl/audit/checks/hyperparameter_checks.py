@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Contribution, Evidence, pattern_of
+from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, CorrectionMethod, Evidence, pattern_of
 from lightning_rl.corrections import LossView, RLCallback
 from lightning_rl.corrections.rl_callback import CONTRIBUTIONS
 from lightning_rl.rollout import TOKEN, FinishReason, Rollout, RolloutT
@@ -101,7 +101,7 @@ def _contributions(callback: RLCallback, rows: Rollout) -> list[Tensor]:
     methods = [method for method in TRAINED_METHODS if method in shown and method in callback.contributes]
     tensors = dict[str, Tensor]()
     for method in methods:
-        tensors |= {f"{method} {name}": one for name, one in Contribution(callback, method).tensors(rows).items()}
+        tensors |= {f"{method} {name}": one for name, one in CorrectionMethod(callback, method).tensors(rows).items()}
     if "loss_term" in methods:
         tensors["loss_term loss_term"] = torch.where(rows.valid_tokens, tensors["loss_term loss_term"], 0.0)
     return [tensors[name].double() for name in sorted(tensors)]

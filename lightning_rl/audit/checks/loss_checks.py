@@ -11,7 +11,7 @@ from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.formula_checks import uniform_view
 from lightning_rl.audit.checks.signal_checks import POISON_TEXT, poison
 from lightning_rl.audit.checks.stage_checks import ROW_MASKS, counts_padding, repeats_itself
-from lightning_rl.audit.evidence import Contribution, Evidence, TableStep, callback_of_one_method, pattern_of
+from lightning_rl.audit.evidence import CorrectionMethod, Evidence, TableStep, callback_of_one_method, pattern_of
 from lightning_rl.corrections import LossView
 from lightning_rl.corrections.recorded import ReplayCorrections
 from lightning_rl.corrections.rl_callback import CONTRIBUTIONS, POLICY_LOSS_FACTORS
@@ -252,7 +252,7 @@ def sequence_decisions(evidence: Evidence) -> Iterator[Finding]:
                 return
 
 
-def _moves_with_others(token_mask: Contribution, view: LossView, row: int, token: int) -> bool:
+def _moves_with_others(token_mask: CorrectionMethod, view: LossView, row: int, token: int) -> bool:
     """Return True if the mask of a token changes when only other tokens of its response change."""
     here = token_mask(view)[row, token]
     for shift in (3.0, -3.0):

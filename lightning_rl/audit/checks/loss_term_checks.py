@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_rl.audit.audit_error import NO_ROWS, Skip, gradient_of, reads_parameters
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.formula_checks import uniform_view
-from lightning_rl.audit.evidence import Contribution, Evidence, callback_of_one_method
+from lightning_rl.audit.evidence import CorrectionMethod, Evidence, callback_of_one_method
 from lightning_rl.callbacks import PositiveNLL
 from lightning_rl.corrections import FURTHER_OUTPUTS, TOKEN_REWARDS, LossView
 from lightning_rl.corrections.recorded import ReplayCorrections
@@ -226,7 +226,7 @@ def distances_pull_back(evidence: Evidence) -> Iterator[Finding]:
                 break
 
 
-def _slope_of(evidence: Evidence, loss_term: Contribution, field: str, size: float) -> float:
+def _slope_of(evidence: Evidence, loss_term: CorrectionMethod, field: str, size: float) -> float:
     """Return the slope of a loss term by a field of the view that is small; 0 if it does not depend on it."""
     view = uniform_view(evidence)
     if getattr(view, field) is None:
@@ -236,7 +236,7 @@ def _slope_of(evidence: Evidence, loss_term: Contribution, field: str, size: flo
     return float(gradient_of(torch.where(view.valid_tokens, term.per_token, 0.0), leaf).sum()) * term.coef
 
 
-def _unlearns(evidence: Evidence, loss_term: Contribution) -> bool:
+def _unlearns(evidence: Evidence, loss_term: CorrectionMethod) -> bool:
     """Return True if a term lowers log-probabilities: of good responses most, or of every token of all responses."""
     nll, everywhere = isinstance(loss_term.callback, PositiveNLL), True
 
@@ -303,7 +303,7 @@ def terms_keep_tokens(evidence: Evidence) -> Iterator[Finding]:
             yield Finding(culprit="stage update, the masks of loss terms", expected=expected, observed=observed)
 
 
-def _trained_tokens(loss_term: Contribution, view: LossView) -> Tensor:
+def _trained_tokens(loss_term: CorrectionMethod, view: LossView) -> Tensor:
     """Return the tokens at which a term has a gradient, [b, T] bool."""
     view = view.replace(
         entropy=torch.where(view.valid_tokens, view.entropy.detach(), 0.0).requires_grad_(),
@@ -408,7 +408,7 @@ def _agreement(evidence: Evidence) -> Rollout:
     return rows.replace(token_extras=same, **known)
 
 
-def _is_distance(evidence: Evidence, loss_term: Contribution) -> bool:
+def _is_distance(evidence: Evidence, loss_term: CorrectionMethod) -> bool:
     """Return True if a term is positive at every token on both sides of the agreement of all policies."""
     view = evidence.view(_agreement(evidence), drift=0.0).sanitize()
     now, valid = evidence.logprobs.detach() - max(DRIFTS), view.valid_tokens
@@ -416,7 +416,7 @@ def _is_distance(evidence: Evidence, loss_term: Contribution) -> bool:
     return all(bool((loss_term(one).per_token.detach()[valid] > 0).all()) for one in moved)
 
 
-def _slope(evidence: Evidence, loss_term: Contribution, drift: float) -> float | None:
+def _slope(evidence: Evidence, loss_term: CorrectionMethod, drift: float) -> float | None:
     """Return the mean slope of a loss term after all log-probabilities rose; None if it is no distance."""
     view = evidence.view(_agreement(evidence), drift=0.0).sanitize()
     leaf = (evidence.logprobs.detach() - max(DRIFTS) + drift).requires_grad_()
@@ -427,7 +427,7 @@ def _slope(evidence: Evidence, loss_term: Contribution, drift: float) -> float |
     return float(gradient_of(per_token, leaf).sum()) * (1.0 if term.coef >= 0 else -1.0)
 
 
-def _reward(evidence: Evidence, token_reward: Contribution, drift: float) -> float | None:
+def _reward(evidence: Evidence, token_reward: CorrectionMethod, drift: float) -> float | None:
     """Return the sum of token rewards if the old policy was likelier; None if it is no distance."""
     rows = _agreement(evidence).sanitize()
     if rows.old_logprobs is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_rl.audit.audit_error import Skip, bitwise_equal
 from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, Contribution, Evidence, pattern_of
+from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, CorrectionMethod, Evidence, pattern_of
 from lightning_rl.corrections import LossView, Stat
 from lightning_rl.corrections.stat import merge_moments, reduce_moments
 from lightning_rl.distributed.threaded_ranks import ThreadedRanks
@@ -83,7 +83,7 @@ def _with_equal_groups(rollout: Rollout) -> Rollout:
     return rollout.replace(rewards=(torch.cos(rollout.groups.double()) + within).to(rollout.rewards.dtype))
 
 
-def _rows_of(evidence: Evidence, contribution: Contribution) -> Rollout:
+def _rows_of(evidence: Evidence, contribution: CorrectionMethod) -> Rollout:
     """Return a few groups as the contribution gets them; filters get the dropped groups too."""
     if contribution.method != FILTER or not evidence.rounds:
         return evidence.groups.sanitize()
@@ -94,7 +94,7 @@ def _rows_of(evidence: Evidence, contribution: Contribution) -> Rollout:
     return rollout.replace(rewarded=rewarded).sanitize()
 
 
-def _changes_of(contribution: Contribution, rollout: Rollout) -> list[Change]:
+def _changes_of(contribution: CorrectionMethod, rollout: Rollout) -> list[Change]:
     """Return the changed copies for a contribution; filters get additional padding."""
     further = list[Change]()
     if contribution.method == FILTER:
@@ -104,7 +104,7 @@ def _changes_of(contribution: Contribution, rollout: Rollout) -> list[Change]:
     return [*changes(rollout), *further]
 
 
-def _contribute_on_ranks(contribution: Contribution, rows: Sequence[Rollout]) -> list[Any]:
+def _contribute_on_ranks(contribution: CorrectionMethod, rows: Sequence[Rollout]) -> list[Any]:
     """Return the contribution on each rank's rows.
 
     Raises:
@@ -127,7 +127,7 @@ def _tied_rows(rollout: Rollout) -> Tensor:
     return same.sum(-1) > 1
 
 
-def moved_rows(contribution: Contribution, rollout: Rollout, change: Change, said: Any = None) -> Tensor:
+def moved_rows(contribution: CorrectionMethod, rollout: Rollout, change: Change, said: Any = None) -> Tensor:
     """Return the rows of a changed copy with another contribution, [b] bool, in the order of the copy."""
     theirs = contribution.by_name(contribution(change.rollout) if said is None else said)
     moved = torch.zeros_like(change.rows, dtype=torch.bool)
@@ -150,7 +150,7 @@ def _close(ours: Tensor, theirs: Tensor) -> Tensor:
     return torch.isclose(ours.double(), theirs.double(), rtol=1e-4, atol=1e-5 * max(scale, 1e-3), equal_nan=True)
 
 
-def counts_padding(contribution: Contribution, rows: RolloutT) -> Change | None:
+def counts_padding(contribution: CorrectionMethod, rows: RolloutT) -> Change | None:
     """Return a wide copy of rows on which a contribution differs from that without padding; None if there is none.
 
     A mean over padding shrinks with the width. A decision shows it only if its threshold is between the two means, so
@@ -183,7 +183,7 @@ def counts_padding(contribution: Contribution, rows: RolloutT) -> Change | None:
     return None
 
 
-def repeats_itself(contribution: Contribution, rollout: Rollout) -> bool:
+def repeats_itself(contribution: CorrectionMethod, rollout: Rollout) -> bool:
     """Return True if two calls give the same contribution; :func:`contributions_fit` reports others."""
     return alike(contribution.tensors(rollout), contribution.tensors(rollout))
 
@@ -193,7 +193,7 @@ def alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(bitwise_equal(one[name], other[name]) for name in one)
 
 
-def strays(contribution: Contribution, rollout: Rollout, change: Change) -> Tensor:
+def strays(contribution: CorrectionMethod, rollout: Rollout, change: Change) -> Tensor:
     """Return the rows of a changed copy with another contribution that is not due to ties, [b] bool."""
     moved = moved_rows(contribution, rollout, change)
     if contribution.method == FILTER:  # filters often depend on ties: groups with equal rewards

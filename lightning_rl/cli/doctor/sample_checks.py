@@ -27,7 +27,7 @@ MAX_TRUNCATED, MAX_FLAT, MAX_MISSING = 0.5, 0.9, 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class CheckedSamples:
     """Completions of the first prompts.
 
     Attributes:
@@ -45,7 +45,7 @@ class Samples:
     limit: float
 
 
-def draw_samples(module: RLLightningModule, number: int, limit: float) -> Samples:
+def draw_samples(module: RLLightningModule, number: int, limit: float) -> CheckedSamples:
     """Sync the engine and sample the groups of ``number`` prompts, which advances the prompt stream."""
     module.sync(0)
     prompts, begin = module.data_module.take(number), time.perf_counter()
@@ -58,16 +58,16 @@ def draw_samples(module: RLLightningModule, number: int, limit: float) -> Sample
     arguments = sampler.reward_arguments(drawn)
     pairs = zip(arguments["prompts"], arguments["completions"], strict=True)
     arguments["completions"] = [completion_form(prompt, text) for prompt, text in pairs]
-    return Samples(module, rollout, Rows(**arguments), seconds, limit)
+    return CheckedSamples(module, rollout, Rows(**arguments), seconds, limit)
 
 
-def first_texts(samples: Samples) -> Iterator[Finding]:
+def first_texts(samples: CheckedSamples) -> Iterator[Finding]:
     """Show one prompt and one response with their control tokens."""
     for name, text in first_sample(samples.rollout, samples.module.tokenizer):
         yield fact(name, text)
 
 
-def truncation(samples: Samples) -> Iterator[Finding]:
+def truncation(samples: CheckedSamples) -> Iterator[Finding]:
     """Check that most responses end within ``max_new_tokens``."""
     rollout, limit = samples.rollout, samples.module.sampling.max_new_tokens
     share = float(rollout.truncated.double().mean())
@@ -82,7 +82,7 @@ def truncation(samples: Samples) -> Iterator[Finding]:
         yield warning("samples", f"{share:.0%} of the samples do not end within max_new_tokens={limit}", cure)
 
 
-def rewards(samples: Samples) -> Iterator[Finding]:
+def rewards(samples: CheckedSamples) -> Iterator[Finding]:
     """Check that every reward function returns numbers in time, and not the same for all samples."""
     values: dict[str, list[float | None]] = {}
     for name, function in samples.module.rewards.by_name.items():
@@ -93,7 +93,7 @@ def rewards(samples: Samples) -> Iterator[Finding]:
         yield from _spread(values, samples)
 
 
-def engine_logprobs(samples: Samples) -> Iterator[Finding]:
+def engine_logprobs(samples: CheckedSamples) -> Iterator[Finding]:
     """Check that engine and trainer compute the same log-probabilities of sampled tokens."""
     rollout, module = samples.rollout, samples.module
     if rollout.rollout_logprobs is None or not rollout.valid_tokens.any():
@@ -120,7 +120,7 @@ def engine_logprobs(samples: Samples) -> Iterator[Finding]:
 
 
 def _reward_values(
-    name: str, function: Callable[..., Any], samples: Samples
+    name: str, function: Callable[..., Any], samples: CheckedSamples
 ) -> Generator[Finding, None, list[float | None] | None]:
     """Call one reward function as a run would; return None if there are no values to continue with."""
     number, begin = len(samples.arguments), time.perf_counter()
@@ -151,7 +151,7 @@ def _reward_values(
     return [None if value is None else float(value) for value in values]
 
 
-def _spread(values: dict[str, list[float | None]], samples: Samples) -> Iterator[Finding]:
+def _spread(values: dict[str, list[float | None]], samples: CheckedSamples) -> Iterator[Finding]:
     """Check that the samples of a prompt differ in reward, if the estimator compares them."""
     weights = samples.module.rewards.weights
     totals: dict[int, set[float]] = {}

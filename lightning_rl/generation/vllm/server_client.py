@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_rl.generation.vllm.group import GroupError, Invitation, Specification
 from lightning_rl.generation.vllm.vllm_sampling import FINISH
 from lightning_rl.generation.vllm.vllm_version import check_version
-from lightning_rl.generation.vllm.worker_extension import Description
+from lightning_rl.generation.vllm.worker_extension import WorkerDescription
 from lightning_rl.generation.weights.weight_stream import Shape
 from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS
 from lightning_rl.utils.http import LOOP, Client, Refused, Unanswered, quote
@@ -86,7 +86,7 @@ class ServerClient(Client):
         """Return if the server accepts requests."""
         self.call("GET", "/health", timeout=PROBE)
 
-    def describe(self) -> Description:
+    def describe(self) -> WorkerDescription:
         """Return the server's description.
 
         Raises:
@@ -100,7 +100,7 @@ class ServerClient(Client):
             raise ValueError(f"{self.url}: {quote(str(error))}") from error
         results = self._on_workers("lightning_rl_describe")
         with self._parsing():
-            description = Description(**results[0])
+            description = WorkerDescription(**results[0])
         for name, value in REQUIRED.items():
             if (got := getattr(description, name)) != value:
                 raise ValueError(f"expected {name} {value} at {self.url}, got {quote(got)}: use lightning-rl serve")

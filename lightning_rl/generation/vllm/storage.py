@@ -12,7 +12,7 @@ from pathlib import Path
 PREFIX, LOCK = "lightning-rl-", ".lock"
 
 
-class RunFolder:
+class WeightFolder:
     """Folder beside a file that this process keeps locked while it lives.
 
     Args:

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.generation.vllm.server_client import Label, ServerClient
-from lightning_rl.generation.vllm.storage import RunFolder
+from lightning_rl.generation.vllm.storage import WeightFolder
 from lightning_rl.generation.vllm.vllm_sampling import SCORING
-from lightning_rl.generation.vllm.worker_extension import Description
+from lightning_rl.generation.vllm.worker_extension import WorkerDescription
 from lightning_rl.generation.weights.canary import Canary, CanaryError, Rounding
 from lightning_rl.generation.weights.weight_folder import write_weights
 from lightning_rl.generation.weights.weight_stream import Shape, Stream
@@ -65,7 +65,7 @@ class WeightPush:
         private: bool = False,
         lora_rank: int = 0,
     ) -> None:
-        self.run, self.folder, self.writes = run, RunFolder(storage, run, private=private), writes
+        self.run, self.folder, self.writes = run, WeightFolder(storage, run, private=private), writes
         self.base = Label(run, 0, 0) if lora_rank else None
         self.sent: list[tuple[str, Shape]] = []
         self.current: Label | None = None
@@ -74,7 +74,7 @@ class WeightPush:
         self._tokenizer, self._canary, self._lora_rank = tokenizer, canary, lora_rank
         self._architecture = (model.config.architectures or [type(model).__name__])[0]
         self._vocabulary = model.config.get_text_config().vocab_size
-        self._description: Description | None = None
+        self._description: WorkerDescription | None = None
         self._versions: dict[int, int] = {}  # by number of the push
         self._loaded: set[str] = set()
         self._described: set[str] = set()
@@ -82,7 +82,7 @@ class WeightPush:
         self._lock, self._writing = threading.Lock(), threading.Lock()
 
     @property
-    def description(self) -> Description:
+    def description(self) -> WorkerDescription:
         """Description common to all servers."""
         if self._description is None:
             raise RuntimeError("expected the description of a server, got none")
@@ -244,7 +244,7 @@ class WeightPush:
             )
 
 
-def _compare(url: str, description: Description, expected: Mapping[str, Any], who: str) -> None:
+def _compare(url: str, description: WorkerDescription, expected: Mapping[str, Any], who: str) -> None:
     for name, value in expected.items():
         if getattr(description, name) != value:
             got = quote(str(getattr(description, name)))

@@ -24,7 +24,7 @@ STORAGE = "LIGHTNING_RL_STORAGE"  # folder of weights; by default that for tempo
 HOST = "LIGHTNING_RL_HOST"  # address at which the server listens; by default loopback
 
 
-class Description(NamedTuple):
+class WorkerDescription(NamedTuple):
     """Properties of a server."""
 
     architecture: str
@@ -49,9 +49,9 @@ class WeightLoader:
     lightning_rl_group: Group | None = None
 
     def lightning_rl_describe(self) -> dict[str, Any]:
-        """Return the fields of :class:`Description`."""
+        """Return the fields of :class:`WorkerDescription`."""
         model, lora = self.vllm_config.model_config, self.vllm_config.lora_config
-        return Description(
+        return WorkerDescription(
             architecture=str(model.architecture),
             vocabulary=int(model.get_vocab_size()),
             max_length=int(model.max_model_len),

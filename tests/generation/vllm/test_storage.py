@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_rl import VLLMServerEngine
-from lightning_rl.generation.vllm.storage import RunFolder, check_inside
+from lightning_rl.generation.vllm.storage import WeightFolder, check_inside
 from lightning_rl.generation.vllm.worker_extension import STORAGE, WeightLoader
 from lightning_rl.generation.weights.weight_folder import write_weights
 
@@ -23,7 +23,7 @@ def left_behind(storage: Path, run: str = "old", host: str | None = None) -> Pat
 
 def test_folders_of_dead_trainers_are_deleted_and_those_of_live_ones_kept(tmp_path: Path) -> None:
     left_behind(tmp_path)
-    alive, folder = RunFolder(tmp_path, "alive"), RunFolder(tmp_path, "next")
+    alive, folder = WeightFolder(tmp_path, "alive"), WeightFolder(tmp_path, "next")
     alive.open()
     folder.open()
     names = ["lightning-rl-alive", "lightning-rl-alive.lock", "lightning-rl-next", "lightning-rl-next.lock"]
@@ -42,7 +42,7 @@ def test_an_engine_that_had_nothing_to_generate_deletes_the_folder_of_a_dead_tra
 @pytest.mark.parametrize("host", ["another-machine", ""])
 def test_folders_of_other_machines_and_of_starting_trainers_are_kept(host: str, tmp_path: Path) -> None:
     old = left_behind(tmp_path, host=host)
-    folder = RunFolder(tmp_path, "next")
+    folder = WeightFolder(tmp_path, "next")
     folder.open()
     assert (old / "0").is_dir()
     folder.close()
@@ -52,7 +52,7 @@ def test_folders_of_other_machines_and_of_starting_trainers_are_kept(host: str, 
 def test_private_weights_are_readable_by_this_user_only(private: bool, mode: int, tmp_path: Path) -> None:
     umask = os.umask(0)
     try:
-        folder = RunFolder(tmp_path, "next", private=private)
+        folder = WeightFolder(tmp_path, "next", private=private)
         folder.open()
         assert folder.path.stat().st_mode & 0o777 == mode
         folder.close()
@@ -63,7 +63,7 @@ def test_private_weights_are_readable_by_this_user_only(private: bool, mode: int
 def test_a_storage_that_cannot_be_written_to_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"expected storage= to be a folder that can be written to, got .*/file"):
-        RunFolder(tmp_path / "file", "next").open()
+        WeightFolder(tmp_path / "file", "next").open()
 
 
 def test_a_server_loads_weights_only_from_its_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

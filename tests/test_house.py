@@ -1,0 +1,40 @@
+"""Figures of the design that must not rise again; ``python -m tests.house`` prints them."""
+
+import ast
+
+import pytest
+
+from tests.house import figures, records, sources
+
+AT_MOST = {"class names used twice": 0}
+
+
+@pytest.mark.parametrize("name", AT_MOST)
+def test_a_figure_of_the_design_does_not_rise(name: str) -> None:
+    assert figures(sources())[name] <= AT_MOST[name]
+
+
+def test_records_are_found_through_annotations_attributes_and_calls() -> None:
+    text = """
+from dataclasses import dataclass
+@dataclass
+class Prompt: ids: list[int]
+@dataclass
+class Request: prompt: "Prompt"
+@dataclass
+class Completion: ids: list[int]
+@dataclass
+class Score: value: float
+@dataclass
+class Apart: value: float
+class Engine:
+    def generate(self, requests: list[Request]) -> list[Completion]: ...
+class Service:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+    def run(self, request: Request) -> float:
+        found = self.engine.generate([request])
+        return sum(Score(value=1.0).value for one in found)
+    def make(self) -> Apart: ...
+"""
+    assert records([ast.parse(text)]) == {"Prompt", "Request", "Completion", "Score"}
