@@ -28,7 +28,7 @@ from torch.optim import AdamW
 ROOT = Path(__file__).resolve().parents[1]
 RENAMED: dict[str, str] = {}
 """Patterns of keys of today, and what the key was when the hashes of ``OLD`` were written."""
-DIFFERS = re.compile(r"time|second|throughput|memory|_mb\b|mfu|per_s|created|packages|platform|\.log$|/hparams|process")
+DIFFERS = re.compile(r"time|idle|second|throughput|memory|_mb\b|mfu|per_s|created|packages|platform|\.log$|/hparams|process")
 """Keys of values that differ between two equal runs."""
 
 
