@@ -98,12 +98,12 @@ class RewardNormalization(RLCallback):
     def _normalize(self, rollout: Rollout) -> Tensor:
         if self.weights is None:
             return self._per_row(rollout, rollout.rewards.double(), rollout.rewarded)
-        if self.weights.keys() != rollout.task_rewards.keys():
-            names = ", ".join(rollout.task_rewards)
+        if self.weights.keys() != rollout.rewards_by_function.keys():
+            names = ", ".join(rollout.rewards_by_function)
             raise ValueError(f"expected weights of RewardNormalization for {names}, got {', '.join(self.weights)}")
         total = torch.zeros_like(rollout.rewards, dtype=torch.float64)
         for name, weight in self.weights.items():
-            raw = rollout.task_rewards[name].double()
+            raw = rollout.rewards_by_function[name].double()
             total += weight * self._per_row(rollout, raw.nan_to_num(), rollout.rewarded & ~raw.isnan())
         return total
 

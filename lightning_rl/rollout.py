@@ -32,6 +32,7 @@ TURN_REWARDS = "turn_rewards"  # in ``token_extras``: reward of each turn, store
 SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask.py
 # In ``token_extras``: the k likeliest tokens of the distribution that each token was sampled from, shape [B, T, k].
 TOP_IDS, TOP_LOGPROBS = "top_ids", "top_logprobs"
+FORMER_NAMES = {"task_rewards": "rewards_by_function"}  # of fields, in older checkpoints and recordings
 
 
 class FinishReason(IntEnum):
@@ -77,7 +78,7 @@ class Rollout:
         valid_tokens: True for tokens in the loss: tokens of ``action_mask`` in the rows of ``trained``. Before
             ``exclude_rows`` (rollouts/estimate_signal.py) has run, it is equal to ``action_mask``.
         rewards: Weighted sum of the reward functions, in float64.
-        task_rewards: Values of each reward function by name, in float64; NaN where it returned None.
+        rewards_by_function: Values of each reward function by name, in float64; NaN where it returned None.
         rollout_logprobs: Log-probabilities that the engine computed while sampling.
         old_logprobs: Log-probabilities of the policy before the first optimizer step on the rollout.
         ref_logprobs: Log-probabilities of the frozen reference.
@@ -105,7 +106,7 @@ class Rollout:
     rewarded: Bool[Tensor, " B"] = field(metadata=field_axes(ROW, pad=False))
     valid_tokens: Bool[Tensor, "B T"] = field(metadata=field_axes(TOKEN, pad=False))
     rewards: Float[Tensor, " B"] = field(metadata=field_axes(ROW))
-    task_rewards: Mapping[str, Float[Tensor, " B"]] = field(default_factory=dict, metadata=field_axes(ROW))
+    rewards_by_function: Mapping[str, Float[Tensor, " B"]] = field(default_factory=dict, metadata=field_axes(ROW))
     rollout_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
     old_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
     ref_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
@@ -285,14 +286,15 @@ class Rollout:
 
     @classmethod
     def from_state(cls: type[RolloutT], state: Mapping[str, Tensor]) -> RolloutT:
-        """Create a rollout from the return value of :meth:`state`."""
+        """Create a rollout from the return value of :meth:`state`, which may have older names of fields."""
         values: dict[str, Any] = {}
         for name, tensor in state.items():
             stem, slash, key = name.partition("/")
+            stem = FORMER_NAMES.get(stem, stem)
             if slash:
                 values.setdefault(stem, {})[key] = tensor
             else:
-                values[name] = tensor
+                values[stem] = tensor
         return cls(**values)
 
     def __reduce__(self) -> tuple[Callable[..., "Rollout"], tuple[type["Rollout"], dict[str, Tensor]]]:

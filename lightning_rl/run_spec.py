@@ -463,7 +463,7 @@ def _extras_problems(readers: Mapping[str, Sequence[str]], spec: RunSpec) -> Pro
     if not all(callback.provides for callback in providing):
         return  # a callback without `provides` may provide any entry
     for field, who in readers.items():
-        if "/" in field and not field.startswith("task_rewards/") and field not in known:
+        if "/" in field and not field.startswith("rewards_by_function/") and field not in known:
             yield (
                 f'{who[0]} reads "{field}", but nothing provides it: add a callback whose `provide` returns it, or '
                 f"remove it from `reads`; provided: {sorted(known) or 'nothing'}"

@@ -26,9 +26,11 @@ from torch import Tensor
 from torch.optim import AdamW
 
 ROOT = Path(__file__).resolve().parents[1]
-RENAMED: dict[str, str] = {}
+RENAMED = {r"rollout/rewards_by_function/": "rollout/task_rewards/"}
 """Patterns of keys of today, and what the key was when the hashes of ``OLD`` were written."""
-DIFFERS = re.compile(r"time|idle|second|throughput|memory|_mb\b|mfu|per_s|created|packages|platform|\.log$|/hparams|process")
+DIFFERS = re.compile(
+    r"time|idle|second|throughput|memory|_mb\b|mfu|per_s|created|packages|platform|\.log$|/hparams|/pid"
+)
 """Keys of values that differ between two equal runs."""
 
 

@@ -207,7 +207,7 @@ def test_no_field_can_be_assigned(name: str) -> None:
 @pytest.mark.parametrize("name", [spec.name for spec in dataclasses.fields(Rollout) if "Mapping" in str(spec.type)])
 def test_dict_fields_are_read_only_copies(name: str) -> None:
     given = {"own": torch.zeros(12, 4 if name == "prompt_extras" else 7)}
-    rollout = whole_rollout().replace(**{name: {"own": given["own"][:, 0]} if name == "task_rewards" else given})
+    rollout = whole_rollout().replace(**{name: {"own": given["own"][:, 0]} if name == "rewards_by_function" else given})
     field = getattr(rollout, name)
     with pytest.raises(TypeError):
         field["another"] = torch.zeros(12)
@@ -243,7 +243,7 @@ def test_samples_become_padded_rows_that_nobody_has_scored() -> None:
     assert rollout.trained.all() and rollout.rewarded.all()
     assert rollout.rewards.tolist() == [0.0, 0.0] and rollout.rewards.dtype == torch.float64
     integers = ("prompt_ids", "prompt_lengths", "response_ids", "response_lengths", "groups", "sample_ids")
-    assert {getattr(rollout, name).dtype for name in integers} == {torch.int64} and not rollout.task_rewards
+    assert {getattr(rollout, name).dtype for name in integers} == {torch.int64} and not rollout.rewards_by_function
 
 
 def test_samples_keep_identities_versions_and_what_nobody_drew() -> None:
@@ -289,3 +289,9 @@ def test_rows_with_further_axes_are_padded_with_zeros() -> None:
     padded, lengths = pad_rows(rows, torch.float64)
     assert padded.dtype == torch.float64 and padded.shape == (3, 2, 3) and lengths.tolist() == [2, 0, 1]
     assert padded[:, :, 0].tolist() == [[1.0, 1.0], [0.0, 0.0], [2.0, 0.0]]
+
+
+def test_a_state_with_a_former_name_of_a_field_loads() -> None:
+    state = ragged_rollout().state()
+    older = {name.replace("rewards_by_function", "task_rewards"): value for name, value in state.items()}
+    assert older.keys() != state.keys() == Rollout.from_state(older).state().keys()

@@ -106,7 +106,7 @@ def rollout_figures(rollout: Rollout, number: int, algorithm: Algorithm) -> dict
         "advantage/std": advantages,
         "staleness/mean": age,
         "staleness/max": age,
-        **{f"reward/{name}": one[rewarded & ~one.isnan()] for name, one in rollout.task_rewards.items()},
+        **{f"reward/{name}": one[rewarded & ~one.isnan()] for name, one in rollout.rewards_by_function.items()},
     }
     if GREEDY_SCORE in rollout.extras:
         values["reward/greedy"] = rollout.extras[GREEDY_SCORE][rewarded]
@@ -150,7 +150,7 @@ def sampling_figures(
 def _scores_of_groups(rollout: Rollout) -> Iterable[list[float]]:
     """Return the scores of each group by the first function that applies to a row, without groups that have none."""
     found: dict[int, list[float]] = {}
-    functions = [one.tolist() for one in rollout.task_rewards.values()] or [rollout.rewards.tolist()]
+    functions = [one.tolist() for one in rollout.rewards_by_function.values()] or [rollout.rewards.tolist()]
     for group, *scores in zip(rollout.groups.tolist(), *functions, strict=True):
         found.setdefault(group, []).extend([score for score in scores if not math.isnan(score)][:1])
     return filter(None, found.values())

@@ -213,7 +213,7 @@ def table_rows(
         "truncated": rollout.truncated,
         "task": torch.where(rewarded, rollout.rewards, 0.0),
     }
-    for name, raw in rollout.task_rewards.items():
+    for name, raw in rollout.rewards_by_function.items():
         values = raw.masked_fill(rollout.failed, torch.nan)
         per_sample |= {f"{name}/value": values.nan_to_num(0.0), f"{name}/count": ~values.isnan()}
     columns = {name: values.double().reshape(len(votes), samples).sum(-1) for name, values in per_sample.items()}
@@ -225,7 +225,7 @@ def table_rows(
 def _reward_entries(rollout: Rollout) -> dict[str, list[Any]]:
     """Return total and single rewards of each sample as entries of records."""
     total = torch.where(rollout.rewarded, rollout.rewards.double(), torch.nan).tolist()
-    rewards = {name: raw.masked_fill(rollout.failed, torch.nan) for name, raw in rollout.task_rewards.items()}
+    rewards = {name: raw.masked_fill(rollout.failed, torch.nan) for name, raw in rollout.rewards_by_function.items()}
     named = {name: list(map(number_or_none, values.tolist())) for name, values in rewards.items()}
     parts = [{name: values[row] for name, values in named.items()} for row in range(len(total))]
     return {"reward": list(map(number_or_none, total)), "rewards": parts}

@@ -138,7 +138,7 @@ def _samples(recording: Recording) -> list[dict[str, Any]]:
             "reward": _number(rollout.rewards[row]) if bool(rollout.rewarded[row]) else None,
             "scored": bool(recording.tensors["sampled/scored"][row]),
             "trained": bool(rollout.trained[row]),
-            "rewards": {name: _number(values[row]) for name, values in rollout.task_rewards.items()},
+            "rewards": {name: _number(values[row]) for name, values in rollout.rewards_by_function.items()},
             "prompt": [int(rollout.prompt_lengths[row]), _key(rollout, row)],
             "text": _text(samples[row].get("prompt")) if row < len(samples) else None,
             "tokens": int(rollout.response_lengths[row]),

@@ -86,7 +86,7 @@ def _sample(rollout: Rollout, row: int, module: RLLightningModule) -> dict[str, 
         known = ids[: int(length)].tolist()
         return str(known if module.tokenizer is None else module.tokenizer.decode(known))
 
-    figures = {name: float(values[row]) for name, values in rollout.task_rewards.items()}
+    figures = {name: float(values[row]) for name, values in rollout.rewards_by_function.items()}
     rewards = {"task": float(rollout.rewards[row]) if rollout.rewarded[row] else math.nan, **figures}
     return {
         "sample": int(rollout.sample_ids[row]),

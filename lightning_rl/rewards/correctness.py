@@ -18,11 +18,11 @@ def deciding_scores(rollout: Rollout, correct_by: str | None) -> Float[Tensor, "
         correct_by: Name of the reward function that decides; None for the first that applies to the row, functions of
             positive weight first.
     """
-    if not rollout.task_rewards:
+    if not rollout.rewards_by_function:
         return rollout.rewards
     if correct_by is not None:
-        return rollout.task_rewards[correct_by]
-    first, *others = rollout.task_rewards.values()
+        return rollout.rewards_by_function[correct_by]
+    first, *others = rollout.rewards_by_function.values()
     for scores in others:
         first = torch.where(first.isnan(), scores, first)
     return first

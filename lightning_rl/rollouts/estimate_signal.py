@@ -109,7 +109,7 @@ def reward_metrics(rollout: Rollout, scores: Tensor, shaped: Tensor) -> dict[str
     """Return metrics of rewards over rewarded rows, of lengths over real rows, and of groups without variance."""
     rewarded, real = rollout.rewarded, rollout.real
     stats = {"reward/task": Stat.of(rollout.rewards, rewarded)}
-    for name, raw in rollout.task_rewards.items():
+    for name, raw in rollout.rewards_by_function.items():
         stats[f"reward/{name}"] = Stat.of(raw, rewarded & ~raw.isnan())
     stats |= Stat.many({"reward/shaped": shaped.sum(-1), "reward/missing": ~rewarded}, rollout.trained)
     lengths = Stat.many({"length/mean": rollout.sampled_lengths, "length/truncated": rollout.truncated}, real)

@@ -80,7 +80,7 @@ def _nonfinite_rows(rollout: Rollout) -> list[int]:
     for name, tensor in rollout.tensors():
         if not tensor.is_floating_point() or tensor.shape[0] != len(rollout):
             continue
-        if name.startswith("task_rewards/"):  # NaN marks rows that the reward function does not apply to
+        if name.startswith("rewards_by_function/"):  # NaN marks rows that the reward function does not apply to
             tensor = tensor.nan_to_num(0.0, torch.inf, -torch.inf)
         bad |= _wrong(tensor, rollout.valid_tokens)
     return bad.nonzero()[:, 0].tolist()

@@ -502,7 +502,7 @@ class Sampler:
             started=samples.started,
         )
         rewarded = scores.scored & samples.rows.trained
-        scored = samples.rows.replace(rewards=scores.total, task_rewards=scores.raw, rewarded=rewarded)
+        scored = samples.rows.replace(rewards=scores.total, rewards_by_function=scores.raw, rewarded=rewarded)
         return scored, list(scores.calls), scores.failed
 
 

@@ -88,7 +88,7 @@ def rollout_of_rows(rows: Sequence[Row], seed: int = 0) -> Rollout:
         valid_tokens=valid,
         trained=trained,
         rewards=rewards,
-        task_rewards={"task": rewards},
+        rewards_by_function={"task": rewards},
         rewarded=torch.tensor([row.rewarded for row in rows]) & trained,
         extras={GREEDY_SCORE: torch.randn(PROMPTS, generator=generator, dtype=torch.float64)[sampled.groups]},
         token_extras={"teacher_logprobs": old + noise(0.3), **_of_conversations(sampled.action_mask, old)},

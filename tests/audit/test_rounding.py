@@ -28,7 +28,9 @@ SIGNAL += ("advantage_direction",)
 
 def evidence_of(rewards: Tensor, **options: Any) -> Evidence:
     """Return evidence of four groups of four with given rewards."""
-    rollout = ragged_rollout(16, group_size=4).sanitize().replace(rewards=rewards, task_rewards={"task": rewards})
+    rollout = (
+        ragged_rollout(16, group_size=4).sanitize().replace(rewards=rewards, rewards_by_function={"task": rewards})
+    )
     algorithm = an_algorithm(**options)
     return Evidence(algorithm=algorithm, facts=RunFacts(), rollout=rollout, groups=rollout, rows=some_rows(rollout, 0))
 

@@ -141,7 +141,7 @@ def test_a_greedy_baseline_is_refused_by_both_names() -> None:
 
 def test_reward_functions_are_normalized_one_by_one_as_in_gdpo() -> None:
     parts = {"right": torch.tensor([0.0, 1.0, 1.0, 1.0]).double(), "form": torch.tensor([2.0, 6.0, 1.0, torch.nan])}
-    rows = rollout().replace(task_rewards={name: part.double() for name, part in parts.items()})
+    rows = rollout().replace(rewards_by_function={name: part.double() for name, part in parts.items()})
     callback = RewardNormalization("group", "group", epsilon=0.0, weights={"right": 1.0, "form": 0.5})
     assert_close(scored(rows, callback)[0], torch.tensor([-1.5, 1.5, 0.0, 0.0]) * 0.5**0.5, atol=1e-6, rtol=0)
     with pytest.raises(ValueError, match=r"expected weights of RewardNormalization for right, form, got right"):

@@ -242,7 +242,7 @@ def ragged_rollout(
         trained=whole,
         rewarded=whole,
         rewards=rewards,
-        task_rewards={"task": rewards},
+        rewards_by_function={"task": rewards},
         **{name: cast(Any, torch.where(actions, values, torch.nan)) for name, values in per_token.items()},
     )
 

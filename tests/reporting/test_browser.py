@@ -349,7 +349,7 @@ def test_whatever_a_run_has_written_stays_text(browser: Browser, run: Path, tmp_
     header["tokens"] = {key: INJECTIONS[place % 20] for place, key in enumerate(header["tokens"])}
     for place, sample in enumerate(header["samples"]):
         sample["prompt"] = INJECTIONS[place % 20]
-    renamed = {f"rollout/task_rewards/{text}": recording.rollout.rewards.clone() for text in INJECTIONS}
+    renamed = {f"rollout/rewards_by_function/{text}": recording.rollout.rewards.clone() for text in INJECTIONS}
     turns = torch.where(recording.rollout.action_mask, 1, 0)
     half = torch.arange(recording.rollout.width) % 3 == 2  # what a tool says
     actions = recording.rollout.action_mask & ~half
@@ -469,7 +469,7 @@ def test_a_thousand_long_samples_open_quickly(browser: Browser, run: Path, tmp_p
     )
     scores = torch.randint(0, 2, (number,), generator=draw).float()
     rollout = rollout.replace(
-        rewards=scores, task_rewards={"right": scores}, advantages=(scores - 0.5)[:, None].expand_as(old),
+        rewards=scores, rewards_by_function={"right": scores}, advantages=(scores - 0.5)[:, None].expand_as(old),
         rollout_logprobs=old + 0.01 * noise(), old_logprobs=old, ref_logprobs=old + 0.1 * noise(),
     )  # fmt: skip
     passes = {"logprobs": old + 0.01 * noise(), "entropy": noise().abs(), "gradient": 1e-6 * noise()}

@@ -113,7 +113,7 @@ def test_every_number_of_a_page_is_the_recorders(tmp_path: Path) -> None:
     for row, sample in enumerate(header["samples"]):
         assert sample["id"] == int(rollout.sample_ids[row]) and sample["tokens"] == int(rollout.response_lengths[row])
         assert sample["reward"] == (float(rollout.rewards[row]) if rollout.rewarded[row] else None)
-        assert sample["rewards"] == {name: float(values[row]) for name, values in rollout.task_rewards.items()}
+        assert sample["rewards"] == {name: float(values[row]) for name, values in rollout.rewards_by_function.items()}
         assert sample["text"] == recording.header["samples"][row]["prompt"]
     words = tiny_tokenizer().convert_ids_to_tokens(header["ids"])
     assert header["texts"] == words

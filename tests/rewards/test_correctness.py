@@ -77,7 +77,7 @@ def test_brevity_does_not_make_a_response_positive(function: Any, share: float, 
 @pytest.mark.parametrize(("by", "kept"), [("right", False), ("short", True), (None, False)])
 def test_dynamic_sampling_filters_groups_that_are_all_right_or_all_wrong(by: str | None, kept: bool) -> None:
     values = {"right": torch.tensor([0.0, 0.0, 1.0, 1.0]), "short": torch.tensor([0.1, 0.2, 0.3, 0.4])}
-    rollout = rollout_of([0.1, 0.2, 1.3, 1.4], [[1]] * 4, groups=[0, 0, 1, 1]).replace(task_rewards=values)
+    rollout = rollout_of([0.1, 0.2, 1.3, 1.4], [[1]] * 4, groups=[0, 0, 1, 1]).replace(rewards_by_function=values)
     assert DynamicSampling(correct_by=by).keep_groups(rollout).tolist() == [kept] * 4
     (callback, _) = presets.dapo(correct_by=by).callbacks
     assert callback.keep_groups(rollout).tolist() == [kept] * 4
@@ -92,7 +92,7 @@ def test_each_row_is_decided_by_the_first_function_that_applies() -> None:
     values = {"code": torch.tensor([NAN, 0.5, NAN]), "math": torch.tensor([0.25, 1.0, NAN])}
     rollout = rollout_of([9.0, 9.0, 9.0], [[1]] * 3)
     assert deciding_scores(rollout, None).tolist() == [9.0] * 3
-    rollout = rollout.replace(task_rewards=values)
+    rollout = rollout.replace(rewards_by_function=values)
     torch.testing.assert_close(deciding_scores(rollout, None), torch.tensor([0.25, 0.5, NAN]), equal_nan=True)
     torch.testing.assert_close(deciding_scores(rollout, "math"), values["math"], equal_nan=True)
 

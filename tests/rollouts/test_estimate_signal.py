@@ -176,7 +176,7 @@ def test_what_is_logged_of_rewards_lengths_and_groups() -> None:
     rollout = rollout.replace(finish=truncated, response_lengths=rollout.response_lengths * 2)  # as much again is read
     rollout, _ = exclude_rows(rollout, Corrections())
     names = {"accuracy": torch.tensor([1.0, NAN, 0.0, 1.0, 1.0, 9.0])}
-    advantages, stats, _ = signal(rollout.replace(task_rewards=names), RLOO())
+    advantages, stats, _ = signal(rollout.replace(rewards_by_function=names), RLOO())
     expected = {
         "reward/task": 12 / 5,
         "reward/accuracy": 3 / 4,

@@ -112,7 +112,7 @@ def _not_at_limit(_one: Any, rows: Rollout) -> Tensor:
 
 def _row_varies(one: Any, rows: Rollout) -> Tensor:
     """Return True for rows of groups whose scores by the function that decides vary, [B] bool."""
-    by_name = rows.task_rewards
+    by_name = rows.rewards_by_function
     scores = by_name[one.correct_by] if one.correct_by else rows.rewards.double()
     for values in reversed(() if one.correct_by else tuple(by_name.values())):
         scores = torch.where(values.isnan(), scores, values.double())
