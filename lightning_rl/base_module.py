@@ -89,7 +89,7 @@ class BaseModule(LightningModule):
         self.max_grad_norm: float | None = options["max_grad_norm"]
         self.seed: int = options["seed"]
         self.conversation_options: Conversations | None = options["environment"]
-        self.environments = {} if self.conversation_options is None else self.conversation_options.factories
+        self.environment_factories = {} if self.conversation_options is None else self.conversation_options.factories
         self.environment_workers = None if self.conversation_options is None else self.conversation_options.pool()
         parts = {name: options[name] for name in ("loss", "advantages", "reduction")}
         self.algorithm = Algorithm(**parts, value_loss=ValueLoss() if self.critic is None else self.critic.loss)
@@ -99,7 +99,7 @@ class BaseModule(LightningModule):
         self.policy: PolicyModel | None = None
         self.fault_tolerance, self.run = FaultTolerance(), RunState()
         evaluations = evaluations_of(options["evaluation"])
-        self.evaluator = Evaluator(evaluations, seed=self.seed, environments=bool(self.environments))
+        self.evaluator = Evaluator(evaluations, seed=self.seed, has_environments=bool(self.environment_factories))
         self._parallel: Parallel | None = None
         self.shows_sample = False
         self.lost_code: dict[str, str] = {}
@@ -260,7 +260,7 @@ class BaseModule(LightningModule):
     def _encode_prompts(self, policy: PolicyModel, data: PromptDataModule | None) -> None:
         """Encode the prompts of training and evaluation, and check that they fit the policy."""
         sampling = self.run.sampling = with_eos(self.sampling, policy.model, self.tokenizer)
-        check = RowCheck(tuple(self.environments)) if self.environments else None
+        check = RowCheck(tuple(self.environment_factories)) if self.environment_factories else None
         if data is not None:
             longest = max_prompt_length(policy.model, sampling.max_new_tokens)
             data.connect(self.tokenizer, longest, policy.vocabulary, check)
@@ -280,7 +280,7 @@ class BaseModule(LightningModule):
 
     def _check_columns(self, data: PromptDataModule | None, evaluated: Sequence[Questions]) -> None:
         """Check that the prompts of the stage, which are encoded, have the columns that the rewards read."""
-        stage, environments = self.trainer.state.fn, REWARD_COLUMNS if self.environments else ()
+        stage, environments = self.trainer.state.fn, REWARD_COLUMNS if self.environment_factories else ()
         used = [(f"evaluation {one.name}: ", one.rewards, one.columns) for one in evaluated]
         if data is not None and data.validation is not None:
             used.append(("validation=: ", self.rewards, data.validation.columns))

@@ -204,7 +204,7 @@ class RLLightningModule(BaseModule):
                 max_over_ranks=run.max_over_ranks,
             )
             plan = plan_of(rollout, minibatches=self.minibatches_per_rollout)
-            if self.environments:
+            if self.environment_factories:
                 stats |= {"env/logprob": environment_logprob(rollout, policy, plan_of)}
             rollout, plan = rollout.to(self.device), plan.to(self.device)
             passes = {"old": run.needs.old_logprobs, "squares": run.needs.sum_pi_squared}

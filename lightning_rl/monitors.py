@@ -57,7 +57,7 @@ class RunNames:
         evaluations = [one for one in module.evaluator.evaluations if "val" in one.stages]
         corrections = module.run.corrections.callbacks
         parts = {
-            "environment": module.environments,
+            "environment": module.environment_factories,
             "critic": module.critic,
             "max_staleness": module.max_staleness,
             "validation": module.data_module.validation,

@@ -219,7 +219,7 @@ def resolve_options(options: Mapping[str, Any]) -> dict[str, Any]:
     if conversations is not None:
         conversations = conversations.resolve()
         check_turn_tokens(conversations.max_turn_tokens, sampling.max_new_tokens)
-    check_rewards(rewards.by_name.values(), environments=conversations is not None)
+    check_rewards(rewards.by_name.values(), has_environments=conversations is not None)
     return {
         **options,
         **sources,
@@ -255,11 +255,11 @@ FIRST_MESSAGE = re.compile(r"""(\w+(?:\[\w+\])?)\[0\]\[["']content["']\]""")
 OTHER_MESSAGES = ("prompt", "message", "conversation", "talk")  # names of variables that hold no completion
 
 
-def check_rewards(functions: Iterable[Any], *, environments: bool) -> None:
+def check_rewards(functions: Iterable[Any], *, has_environments: bool) -> None:
     """Raise ValueError for an EnvironmentReward without environments, and for one that reads the first answer alone."""
-    for function in functions if environments else ():
+    for function in functions if has_environments else ():
         check_answer(function)
-    if not environments and any(isinstance(function, EnvironmentReward) for function in functions):
+    if not has_environments and any(isinstance(function, EnvironmentReward) for function in functions):
         raise ValueError(
             "expected environment= for EnvironmentReward, got none: pass an environment, or another reward"
         )

@@ -414,7 +414,7 @@ class _RunWatch:
             plain=plain_forwards(module, rows) if self._looks_at("logprob_alignment") else (),
             token_gradients=token_gradients(module, rows) if self._looks_at("token_gradients") else (),
             written=unsampled_tokens(module, conversations, self._number),
-            words_logprob=words_logprob(module, rollout) if module.environments else None,
+            words_logprob=words_logprob(module, rollout) if module.environment_factories else None,
             judged_otherwise=judged_otherwise(conversations),
             reference_weights=weights,
             reference_scores=reference_scores,
@@ -424,7 +424,9 @@ class _RunWatch:
         )
         self._own_figures = {}
         self._conversation_figures = (
-            {} if module.algorithm.advantages.needs_greedy else conversation_figures(conversations, module.environments)
+            {}
+            if module.algorithm.advantages.needs_greedy
+            else conversation_figures(conversations, module.environment_factories)
         )
         latest = earlier_of(self._number, self.batches, draws, self._evidence.sample_repeats, self._evidence.odds)
         self._earlier = [*self._earlier, latest][-KEPT_ROLLOUTS:]

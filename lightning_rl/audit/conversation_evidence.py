@@ -82,7 +82,7 @@ def conversations_of(
     module: RLLightningModule, batches: Sequence[Sequence[Pair]], rounds: Rounds
 ) -> list[AuditedConversation]:
     """Return the conversations of all rounds of a rollout; empty without an environment."""
-    if not module.environments:
+    if not module.environment_factories:
         return []
     turns = turns_of(batches)
     return [
@@ -96,7 +96,7 @@ def _conversations_of_round(
     call = next((call for call in calls if len(call.prompts) == len(rows) and CONVERSATION in call.columns), None)
     if call is None:
         return
-    names, samples, groups = list(module.environments), rows.sample_ids.tolist(), rows.groups.tolist()
+    names, samples, groups = list(module.environment_factories), rows.sample_ids.tolist(), rows.groups.tolist()
     numbers = rows.token_extras[TURNS].cpu()
     for place, (sample, group, finish) in enumerate(zip(samples, groups, rows.finish.tolist(), strict=True)):
         columns = {name: values[place] for name, values in call.columns.items()}

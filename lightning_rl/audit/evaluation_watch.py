@@ -31,7 +31,7 @@ class EvaluationWatch:
 
     def note_batch(self) -> None:
         """Record the reward calls of a batch."""
-        if self._module.parallel.ranks > 1 or self._module.environments:
+        if self._module.parallel.ranks > 1 or self._module.environment_factories:
             return
         for questions, calls in self._module.evaluator.latest_calls:
             if questions.evaluation is None:

@@ -35,7 +35,7 @@ class RunFacts:
         engine: Name of the engine's class.
         reward_weights: Weights of the reward functions, by name.
         seed: Seed of the run; None if unknown.
-        environments: Names of the environments; empty for single-turn runs.
+        environment_names: Names of the environments; empty for single-turn runs.
         evaluations: Name, number of samples and values of k of each evaluation.
         plain_forward: True if the policy's forward is that of its model, and this rank holds all weights.
         data: Subclass of the data module that changes its prompts, and ``", or "``; empty if none does.
@@ -56,7 +56,7 @@ class RunFacts:
     engine: str = "none"
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     seed: int | None = None
-    environments: tuple[str, ...] = ()
+    environment_names: tuple[str, ...] = ()
     evaluations: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
     plain_forward: bool = True
     data: str = ""
@@ -67,7 +67,7 @@ class RunFacts:
         data = module.data_module
         changed = any(overrides(data, name, PromptDataModule) for name in ("take", "at", "load_state_dict"))
         sampling, limit = module.run.sampling, module.max_grad_norm
-        limits = None if (conversations := module.sampler.environments) is None else conversations.limits
+        limits = None if (environments := module.sampler.environments) is None else environments.limits
         mixed = str(module.trainer.precision) not in ("32-true", "64-true")
         return RunFacts(
             temperature=sampling.temperature,
@@ -85,7 +85,7 @@ class RunFacts:
             engine=type(module.engine).__name__,
             reward_weights=module.rewards.weights,
             seed=module.seed,
-            environments=tuple(sorted(module.environments)),
+            environment_names=tuple(sorted(module.environment_factories)),
             evaluations=tuple(
                 (one.name, one.samples, cast(tuple[int, ...], one.pass_at)) for one in module.evaluator.evaluations
             ),

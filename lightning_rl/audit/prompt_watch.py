@@ -73,7 +73,11 @@ class PromptWatch:
     """Looks up the prompts of rollouts in data that has a length."""
 
     def __init__(self, module: RLLightningModule) -> None:
-        self._module, self._data, self._has_environments = module, module.data_module, bool(module.environments)
+        self._module, self._data, self._has_environments = (
+            module,
+            module.data_module,
+            bool(module.environment_factories),
+        )
         self._trained, self._places = set[Ids](), set[int]()
         self._begin: int | None = None  # place of rollout 0, by the first audited rollout
 

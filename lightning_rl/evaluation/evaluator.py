@@ -36,11 +36,11 @@ class Evaluator:
     Args:
         evaluations: Evaluations, run in addition to the validation prompts of the data module.
         seed: Seed of the run.
-        environments: True if the samples use environments.
+        has_environments: True if the samples use environments.
     """
 
-    def __init__(self, evaluations: Sequence[Evaluation], *, seed: int, environments: bool) -> None:
-        self.evaluations, self.seed, self.environments = tuple(evaluations), seed, environments
+    def __init__(self, evaluations: Sequence[Evaluation], *, seed: int, has_environments: bool) -> None:
+        self.evaluations, self.seed, self.has_environments = tuple(evaluations), seed, has_environments
         self._questions: tuple[Questions, ...] = ()
         self._greedy: Questions | None = None
         self._run: EvaluationRun | None = None
@@ -129,7 +129,7 @@ class Evaluator:
             rank=parallel.rank,
             device=device,
             seed=self.seed,
-            has_environments=self.environments,
+            has_environments=self.has_environments,
         )
 
     def answer(self, batch: EvaluationBatch, sampler: Sampler) -> None:

@@ -44,7 +44,7 @@ def trained_tokens(evidence: Evidence) -> Iterator[Finding]:
         elif all(completion.logprobs is not None for _, completion in turns):
             rows.append(row)
             logprobs += [completion.logprobs for _, completion in turns if completion.logprobs is not None]
-        if not _may_end(FinishReason(finishes[row]), turns[-1][1].finish, environments=TURNS in rollout.token_extras):
+        if not _may_end(FinishReason(finishes[row]), turns[-1][1].finish, has_turns=TURNS in rollout.token_extras):
             wrong["finish reason"].append(sample)
     if rollout.rollout_logprobs is not None and rows:
         places = rollout.action_mask[rows]
@@ -118,10 +118,10 @@ def _versions_of(turns: Sequence[Pair]) -> list[int]:
     ]
 
 
-def _may_end(row: FinishReason, last: FinishReason, *, environments: bool) -> bool:
+def _may_end(row: FinishReason, last: FinishReason, *, has_turns: bool) -> bool:
     """Return True if a row may have a finish reason after its last turn's; limits may end a conversation."""
     limits = () if last is FinishReason.ABORT else (FinishReason.LENGTH, FinishReason.TURNS)
-    return row == last or (environments and row in (*limits, FinishReason.FAILED))
+    return row == last or (has_turns and row in (*limits, FinishReason.FAILED))
 
 
 @check(culprit="engine {engine}", cure="pin the version before a request is sent")
