@@ -22,7 +22,7 @@ from lightning_rl.corrections import Corrections
 from lightning_rl.generation import Completion, Request
 from lightning_rl.generation.weights.canary import CanaryError
 from lightning_rl.generation.weights.sync import synchronize
-from lightning_rl.generation.weights.weight_stream import Stream
+from lightning_rl.generation.weights.weight_stream import Weights
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.plan import make_plan
 from lightning_rl.rollouts.logprob_passes import add_logprobs
@@ -178,7 +178,7 @@ def canary(findings: Findings) -> None:
     engine.expect(model.named_parameters())
     policy, row = PolicyModel(model, None, temperature=1.0, packed=True), [*range(2, 60)]
 
-    def weights() -> Stream:
+    def weights() -> Weights:
         return ((name, weight.detach()) for name, weight in model.named_parameters())
 
     sync = partial(synchronize, engine, policy=policy, dtype=model.dtype, packed=True, context=nullcontext)

@@ -157,10 +157,10 @@ class _Copier:
 
     def copy(self, thing: Any) -> Any:
         """Return a copy of an object."""
-        stream = io.BytesIO()
-        _Pickler(stream, self).dump(thing)
-        stream.seek(0)
-        return _Unpickler(stream, self).load()
+        file = io.BytesIO()
+        _Pickler(file, self).dump(thing)
+        file.seek(0)
+        return _Unpickler(file, self).load()
 
     def put_around(self, thing: Any) -> int | None:
         """Return a number for an object that bypasses pickle; None for other objects."""
@@ -210,8 +210,8 @@ class _Copier:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, stream: io.BytesIO, copier: _Copier) -> None:
-        super().__init__(stream, pickle.HIGHEST_PROTOCOL)
+    def __init__(self, file: io.BytesIO, copier: _Copier) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._copier = copier
 
     @override
@@ -234,8 +234,8 @@ def _set_state(thing: Any, state: Any) -> None:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, stream: io.BytesIO, copier: _Copier) -> None:
-        super().__init__(stream)
+    def __init__(self, file: io.BytesIO, copier: _Copier) -> None:
+        super().__init__(file)
         self._copier = copier
 
     @override

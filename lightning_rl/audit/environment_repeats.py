@@ -103,10 +103,10 @@ class ReplayWatch:
 
     def _rows_of(self, conversations: Sequence[AuditedConversation]) -> list[Mapping[str, Any]]:
         """Return rows as the data holds them, or as rewards see them if the data is a stream."""
-        stream = self._module.data_module
-        if stream.pass_length is None:
+        data = self._module.data_module
+        if data.pass_length is None:
             return [conversation.row for conversation in conversations]
-        prompts = stream.at([conversation.group for conversation in conversations])
+        prompts = data.at([conversation.group for conversation in conversations])
         return [{**prompt.columns, "prompt": prompt.content} for prompt in prompts]
 
 

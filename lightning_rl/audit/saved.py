@@ -104,11 +104,11 @@ def _states_of(callbacks: Sequence[RLCallback]) -> dict[str, Any]:
     """Return the state of each correction by name, if it consists of plain values."""
     states = dict[str, Any]()
     for callback in callbacks:
-        stream, state = io.BytesIO(), callback.state_dict()
+        file, state = io.BytesIO(), callback.state_dict()
         try:
-            torch.save(state, stream)
-            stream.seek(0)
-            torch.load(stream, weights_only=True)
+            torch.save(state, file)
+            file.seek(0)
+            torch.load(file, weights_only=True)
         except (pickle.PickleError, TypeError, AttributeError):
             continue
         states |= {callback.name: state} if state else {}

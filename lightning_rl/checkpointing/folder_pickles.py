@@ -97,9 +97,9 @@ def _stored_objects(path: Path, metadata: Metadata) -> Iterator[tuple[str, bytes
         file = path.parent / info.relative_path
         if file.resolve().parent != path.parent.resolve():
             raise ValueError(_message(path, f"it names the file {info.relative_path}"))
-        with file.open("rb") as stream:
-            stream.seek(info.offset)
-            yield info.relative_path, stream.read(info.length)
+        with file.open("rb") as opened:
+            opened.seek(info.offset)
+            yield info.relative_path, opened.read(info.length)
 
 
 def _load_without_data(path: Path) -> None:

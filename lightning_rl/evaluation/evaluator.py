@@ -81,15 +81,15 @@ class Evaluator:
             raise RuntimeError("expected encode first: fit or validate the module")
         return self._greedy
 
-    def questions(self, stage: str, stream: PromptDataModule | None) -> list[Questions]:
+    def questions(self, stage: str, data: PromptDataModule | None) -> list[Questions]:
         """Return the validation prompts of the data module and the evaluations of a stage, ``"val"`` or ``"test"``."""
-        default = replace(self.greedy, prompts=tuple(() if stream is None else stream.validation_prompts()))
+        default = replace(self.greedy, prompts=tuple(() if data is None else data.validation_prompts()))
         further = [q for q in self._questions if q.evaluation is not None and stage in q.evaluation.stages]
         return [*([default] if default.prompts else []), *further]
 
-    def limit_validation(self, trainer: Trainer, stream: PromptDataModule) -> None:
+    def limit_validation(self, trainer: Trainer, data: PromptDataModule) -> None:
         """Disable validation in a fit with nothing to evaluate; Lightning would warn about an empty loader."""
-        evaluates = stream.validation is not None or any("val" in e.stages for e in self.evaluations)
+        evaluates = data.validation is not None or any("val" in e.stages for e in self.evaluations)
         if not evaluates:
             self._val_limit, trainer.limit_val_batches = trainer.limit_val_batches, 0
 
@@ -98,32 +98,30 @@ class Evaluator:
         if self._val_limit is not None:
             trainer.limit_val_batches, self._val_limit = self._val_limit, None
 
-    def loader(self, stage: str, stream: PromptDataModule | None) -> EvaluationLoader:
+    def loader(self, stage: str, data: PromptDataModule | None) -> EvaluationLoader:
         """Return the loader of ``"val"``, ``"test"`` or ``"predict"``, which has the data module's prompts in order.
 
         Raises:
             ValueError: If there is nothing to evaluate.
         """
-        if stage == PREDICT and stream is not None:
-            return EvaluationLoader([stream.prediction_prompts()], stream.validation_batch_size)
-        prompts = [questions.prompts for questions in self.questions(stage, stream)]
+        if stage == PREDICT and data is not None:
+            return EvaluationLoader([data.prediction_prompts()], data.validation_batch_size)
+        prompts = [questions.prompts for questions in self.questions(stage, data)]
         if not prompts:
             raise ValueError(
                 f'expected prompts to evaluate in stage "{stage}", got none: pass validation= to PromptDataModule, or '
                 "evaluation=Evaluation(...) to RLLightningModule"
             )
-        return EvaluationLoader(prompts, BATCH_SIZE if stream is None else stream.validation_batch_size)
+        return EvaluationLoader(prompts, BATCH_SIZE if data is None else data.validation_batch_size)
 
-    def begin(
-        self, trainer: Trainer, stream: PromptDataModule | None, parallel: Parallel, device: torch.device
-    ) -> None:
+    def begin(self, trainer: Trainer, data: PromptDataModule | None, parallel: Parallel, device: torch.device) -> None:
         """Begin the evaluations of the Trainer's stage."""
         self._predictions, self._rank = [], parallel.rank
         if trainer.predicting:
             return
         stage = TEST if trainer.testing else VAL
         self._run = EvaluationRun(
-            self.questions(stage, stream),
+            self.questions(stage, data),
             stage,
             collectives=parallel.collectives,
             rank=parallel.rank,

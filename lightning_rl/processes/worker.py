@@ -71,8 +71,8 @@ def serve(control: Connection) -> NoReturn:
 def work(function: Callable[..., Any], tasks: int, life: int) -> NoReturn:
     """Become a worker, and call the function until the pool closes the connection."""
     fork_with_guard(socket.socket(fileno=life))
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # pyrefly: ignore[missing-attribute]
+    for file in (sys.stdout, sys.stderr):
+        file.reconfigure(line_buffering=True)  # pyrefly: ignore[missing-attribute]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for name in ("numpy.random", "torch"):  # else all workers draw the same numbers; `random` seeds itself
         if name in sys.modules:
@@ -110,9 +110,9 @@ def describe(error: BaseException) -> tuple[str, str]:
 
 def flush() -> None:
     """Write what is printed, because a fork would print it twice and a killed process never."""
-    for stream in (sys.stdout, sys.stderr):
+    for file in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
-            stream.flush()
+            file.flush()
 
 
 def fork_with_guard(life: socket.socket) -> None:

@@ -24,7 +24,7 @@ class RolloutGenerator:
         number: Number of the rollout.
         end: End of the fit in rollouts since the start of the run, such as 2.5; infinity if unknown.
         sampler: Sampler of the run.
-        stream: Source of the prompts.
+        data: Source of the prompts.
         parallel: Strategy of the run.
         send: Sends the weights to the engine, with the number of the rollout as version.
         phase: Context manager that shows a phase and measures its time.
@@ -37,7 +37,7 @@ class RolloutGenerator:
     number: int
     end: float
     sampler: Sampler
-    stream: PromptDataModule
+    data: PromptDataModule
     parallel: Parallel
     send: Callable[[int], None]
     phase: Callable[[str], AbstractContextManager[object]]
@@ -54,7 +54,7 @@ class RolloutGenerator:
             number=number,
             end=end,
             sampler=module.sampler,
-            stream=module.data_module,
+            data=module.data_module,
             parallel=module.parallel,
             send=module.sync,
             phase=module.run.times.phase,
@@ -80,7 +80,7 @@ class RolloutGenerator:
 
     def reward(self, samples: Samples) -> ScoredGroups:
         """Score the first round, and sample further ones until enough groups are kept."""
-        take, rank, number = self.stream.take, self.parallel.rank, self.number
+        take, rank, number = self.data.take, self.parallel.rank, self.number
         with self.phase("reward"):
             groups = self.sampler.fill_groups(take, self.groups, number, rank=rank, first=samples)
         check_staleness(groups.rollout, number, self.max_staleness)
@@ -89,12 +89,12 @@ class RolloutGenerator:
     @property
     def groups(self) -> int:
         """Number of groups of a rollout on this rank."""
-        return self.stream.prompts_per_rollout // self.parallel.ranks
+        return self.data.prompts_per_rollout // self.parallel.ranks
 
     def next_prompts(self) -> list[Prompt]:
         """Return this rank's share of the prompts of one rollout."""
         ranks = self.parallel.ranks
-        return distribute_prompts(self.stream.take(self.groups * ranks), [self.groups] * ranks)[self.parallel.rank]
+        return distribute_prompts(self.data.take(self.groups * ranks), [self.groups] * ranks)[self.parallel.rank]
 
 
 class GeneratorAhead(RolloutGenerator):  # pyrefly: ignore[bad-class-definition]

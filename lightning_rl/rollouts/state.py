@@ -46,7 +46,7 @@ class RunState:
         sampling: Sampling parameters of the module, with the ids that end a response.
         environments: Environments of the samples; None for single-turn completions.
         engine_started: True once the engine can load weights.
-        stream: Data module of the fit.
+        data: Data module of the fit.
         options: Options of the models of the fit.
         max_over_ranks: Element-wise maximum over the ranks of the fit.
         progress: State after the last optimizer step, which a checkpoint stores.
@@ -76,7 +76,7 @@ class RunState:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     environments: Environments | None = None
     engine_started: bool = False
-    stream: PromptDataModule | None = None
+    data: PromptDataModule | None = None
     options: ModelOptions = ModelOptions()  # noqa: RUF009  frozen
     max_over_ranks: MaxOverRanks = list
     progress: Progress = field(default_factory=Progress)
@@ -116,11 +116,11 @@ class RunState:
 
     def skip_rollout(self, step_index: StepIndex) -> None:
         """Drop the rollout of a step index, but consume its prompts, so that the other rollouts keep theirs."""
-        number, stream = step_index.rollout, cast(PromptDataModule, self.stream)
+        number, data = step_index.rollout, cast(PromptDataModule, self.data)
         if step_index.step == 0:
             rank_zero_info(f"rollout {number} is skipped (skip_rollouts)")
             if self.current is None and number not in self.prefetcher:
-                stream.take(stream.prompts_per_rollout)
+                data.take(data.prompts_per_rollout)
             self.prefetcher.drop(number)
         self.current = None
 
@@ -168,7 +168,7 @@ class RunState:
             index=index,
             current=current,
             prefetched=self.prefetcher.pending(),
-            cursor=cast(PromptDataModule, self.stream).commit(index),
+            cursor=cast(PromptDataModule, self.data).commit(index),
             skipped=self.skipped,
             nonfinite_in_a_row=self.nonfinite_in_a_row,
             corrections=corrections,
@@ -274,12 +274,12 @@ class RunState:
         counters = Stat.numbers({"optim/skipped": self.skipped, "rollout": number})
         self.metrics.add("counter", {name: stat.maximum() for name, stat in counters.items()})
 
-    def begin(self, parallel: Parallel, stream: PromptDataModule, options: ModelOptions, max_staleness: int) -> None:
+    def begin(self, parallel: Parallel, data: PromptDataModule, options: ModelOptions, max_staleness: int) -> None:
         """Start a fit from the loaded checkpoint, or drop the rollout of an earlier fit.
 
         Args:
             parallel: Strategy of the run.
-            stream: Data module of the fit.
+            data: Data module of the fit.
             options: Options of the models of the fit.
             max_staleness: Maximum number of rollouts generated ahead.
 
@@ -296,7 +296,7 @@ class RunState:
         self.begun, self.unlogged_step, self.stepping = None, None, False
         self.lost_updates = LostUpdates()
         self.prefetcher.close()
-        self.stream, self.options = stream, options
+        self.data, self.options = data, options
         self.max_over_ranks = partial(collectives.maximum, device=device)
         self.metrics, self.times = MetricLog(device, collectives), PhaseTimes(device)
         if loaded is not None:
@@ -306,7 +306,7 @@ class RunState:
                     f"{ahead}: resume with max_staleness={ahead}"
                 )
             self.metrics.load(loaded["metrics"])
-            self.progress = Progress.from_state(loaded, device, packed=options.packing, at=stream.at)
+            self.progress = Progress.from_state(loaded, device, packed=options.packing, at=data.at)
             if not self.changed_names <= OF_UPDATES:
                 self._discard_samples()
             self.prefetcher.load(self.progress.prefetched)

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lightning_rl.generation.vllm.worker_extension import WeightLoader
 from lightning_rl.generation.weights.weight_folder import read_weights
-from lightning_rl.generation.weights.weight_stream import Stream
+from lightning_rl.generation.weights.weight_stream import Weights
 
 KEY, VOCABULARY, MODEL = "secret", 16, "/a/model"
 Answer = dict[str, Any] | bytes | int
@@ -195,7 +195,7 @@ class _Worker(WeightLoader):
         return super().lightning_rl_receive(name)
 
     @override
-    def _lightning_rl_reload(self, weights: Stream) -> dict[str, str]:
+    def _lightning_rl_reload(self, weights: Weights) -> dict[str, str]:
         try:
             self._server.weights = {}
             for name, weight in weights:

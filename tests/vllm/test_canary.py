@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from lightning_rl import VLLMEngine
 from lightning_rl.generation import Canary, CanaryError, EngineState
 from lightning_rl.generation.weights.sync import synchronize
-from lightning_rl.generation.weights.weight_stream import Stream
+from lightning_rl.generation.weights.weight_stream import Weights
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.model import carries_state
 
@@ -31,7 +31,7 @@ class Watched:
         self.canary = engine.canary = Canary()
         self.version = 0
 
-    def sync(self, change: Callable[[Stream], Stream] = lambda stream: stream) -> tuple[float, float]:
+    def sync(self, change: Callable[[Weights], Weights] = lambda stream: stream) -> tuple[float, float]:
         """Sync once, with a stream modified by ``change``, and return the differences."""
         self.version += 1
         load = self.engine.load_weights
@@ -92,12 +92,12 @@ def test_bf16_syncs_are_clean(family: str, watch_engine: Callable[..., Watched])
         run.step(1e-4)
 
 
-def zeroed(stream: Stream) -> Stream:
+def zeroed(stream: Weights) -> Weights:
     for name, weight in stream:
         yield name, torch.zeros_like(weight) if name.endswith("1.self_attn.q_proj.weight") else weight
 
 
-def swapped(stream: Stream) -> Stream:
+def swapped(stream: Weights) -> Weights:
     weights = list(stream)
     known = dict(weights)
     for name, weight in weights:
@@ -105,7 +105,7 @@ def swapped(stream: Stream) -> Stream:
         yield name, known[name.replace("k_proj", "v_proj")] if here and "k_proj" in name else weight
 
 
-def dropped(stream: Stream) -> Stream:
+def dropped(stream: Weights) -> Weights:
     """Send another layer's feed-forward instead of a layer's own."""
     weights = list(stream)
     known = dict(weights)
@@ -116,7 +116,7 @@ def dropped(stream: Stream) -> Stream:
 @pytest.mark.parametrize("fault", [zeroed, swapped, dropped])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_wrong_weights_are_found(
-    fault: Callable[[Stream], Stream], dtype: torch.dtype, watch_engine: Callable[..., Watched]
+    fault: Callable[[Weights], Weights], dtype: torch.dtype, watch_engine: Callable[..., Watched]
 ) -> None:
     run = watch_engine(dtype=dtype)
     run.sync()
@@ -131,8 +131,8 @@ def test_wrong_weights_are_found(
     assert run.engine.state is EngineState.SYNCED
 
 
-def from_before(weights: dict[str, Tensor]) -> Callable[[Stream], Stream]:
-    def change(stream: Stream) -> Stream:
+def from_before(weights: dict[str, Tensor]) -> Callable[[Weights], Weights]:
+    def change(stream: Weights) -> Weights:
         for name, _ in stream:
             yield name, weights[name]
 

@@ -16,7 +16,7 @@ from lightning_rl.generation.vllm.group import Group, GroupError, Invitation, Sp
 from lightning_rl.generation.vllm.scheduler import Server
 from lightning_rl.generation.vllm.server_client import Label, Member
 from lightning_rl.generation.vllm.server_pool import ServerPool
-from lightning_rl.generation.weights.weight_stream import Stream
+from lightning_rl.generation.weights.weight_stream import Weights
 from lightning_rl.utils.http import Cancelled, Refused, Unanswered
 
 LOG = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Broadcast:
         self._members: list[Server] = []
         self._groups = 0  # number of groups so far
 
-    def send(self, stream: Stream, label: Label) -> list[tuple[str, Tensor]]:
+    def send(self, weights: Weights, label: Label) -> list[tuple[str, Tensor]]:
         """Send a stream to every ready server. A server that has loaded all of it gets the label.
 
         An error of the stream is raised after every server has stopped receiving; no server gets the label then.
@@ -58,16 +58,16 @@ class Broadcast:
                 stack.enter_context(server.loading)
             group = self._group_of(servers)
             if group is None:
-                return [(name, weight.cpu()) for name, weight in self._in_order(stream)]
-            return self._send(group, stream, label)
+                return [(name, weight.cpu()) for name, weight in self._in_order(weights)]
+            return self._send(group, weights, label)
 
-    def _in_order(self, stream: Stream) -> Iterator[tuple[str, Tensor]]:
+    def _in_order(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """Yield copies in the dtypes of the servers; the last one after the end of the stream, which may fail there.
 
         Raises:
             ValueError: If the order differs from that of the first sync.
         """
-        tensors, last = iter(stream), self._tensors[-1][0]
+        tensors, last = iter(weights), self._tensors[-1][0]
         for expected, _, dtype in self._tensors:
             name, weight = next(tensors, ("nothing", torch.empty(0)))
             if name != expected:
@@ -78,12 +78,12 @@ class Broadcast:
                 raise ValueError(f"expected {last} to be the last tensor, got {more[0]} after it")
             yield name, copied
 
-    def _send(self, group: Group, stream: Stream, label: Label) -> list[tuple[str, Tensor]]:
+    def _send(self, group: Group, weights: Weights, label: Label) -> list[tuple[str, Tensor]]:
         with ThreadPoolExecutor(len(self._members)) as threads:
             answers = [threads.submit(_receive, server, group, label) for server in self._members]
             sent, failure = list[tuple[str, Tensor]](), ""
             try:
-                for name, weight in self._in_order(stream):
+                for name, weight in self._in_order(weights):
                     failure = failure or _failure_of(group, weight)
                     sent.append((name, weight.cpu()))
             except BaseException:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PretrainedConfig
 
-from lightning_rl.generation.weights.weight_stream import Shape, Stream, WeightPlan
+from lightning_rl.generation.weights.weight_stream import Shape, WeightPlan, Weights
 from lightning_rl.utils.atomic_write import files_of, flush
 
 RELOAD = "vllm.model_executor.model_loader.reload"
@@ -352,7 +352,7 @@ def constants_of(model: nn.Module) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor) and value.device == device]
 
 
-def reload(llm: Any, weights: Stream) -> None:
+def reload(llm: Any, weights: Weights) -> None:
     """Load a full set of weights under the names of a checkpoint."""
     llm.apply_model(forget_expert_kernels)
     with without_load_warnings(set[str]().union(*llm.apply_model(computed_modules))):

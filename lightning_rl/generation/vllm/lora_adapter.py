@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightning_rl.generation.weights.weight_stream import Stream, adapter_scales, part_of
+from lightning_rl.generation.weights.weight_stream import Weights, adapter_scales, part_of
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values of max_lora_rank that vLLM accepts
 
@@ -45,10 +45,10 @@ class Adapter:
         """Options of ``vllm.LLM``."""
         return {"enable_lora": True, "max_loras": 1, "max_lora_rank": self.max_rank}
 
-    def split(self, stream: Stream) -> Iterator[tuple[str, Tensor]]:
+    def split(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """Yield the base weights under plain names; the adapter's are stored for :meth:`save`."""
         self._parts = {}
-        for name, weight in stream:
+        for name, weight in weights:
             layer, part = part_of(name)
             if layer not in self.scales:
                 yield name, weight

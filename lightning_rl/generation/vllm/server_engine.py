@@ -179,7 +179,7 @@ class VLLMServerEngine(Engine):
         gc.freeze()  # or the garbage of a thousand answers makes the collector traverse all live objects
 
     @override
-    def expect(self, weights: weight_stream.Stream) -> None:
+    def expect(self, weights: weight_stream.Weights) -> None:
         """Compare names and shapes with those of every server; servers that join later are compared then."""
         pool, tensors, device = self._running(), list[Specification](), torch.device("cpu")
         for name, weight in self._outgoing(weights):
@@ -190,7 +190,7 @@ class VLLMServerEngine(Engine):
         if self.transfer == "broadcast" and pool.push.writes:
             self._broadcast = Broadcast(pool, tensors, device)
 
-    def _outgoing(self, weights: weight_stream.Stream) -> weight_stream.Stream:
+    def _outgoing(self, weights: weight_stream.Weights) -> weight_stream.Weights:
         adapter = self._adapter
         whole = weight_stream.merge_stream(weights, self._scales) if adapter is None else adapter.split(weights)
         return weight_stream.add_aliases(whole, self._aliases)
@@ -229,7 +229,7 @@ class VLLMServerEngine(Engine):
             push.delete_earlier(oldest)
         pool.oldest = push.label.number
 
-    def _bring(self, weights: weight_stream.Stream, version: int) -> None:
+    def _bring(self, weights: weight_stream.Weights, version: int) -> None:
         """Send or write weights, all of them or the adapter, which become the current ones."""
         push, broadcast, adapter = self._running().push, self._broadcast, self._adapter
         label = push.next_label(version)

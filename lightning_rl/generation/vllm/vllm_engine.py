@@ -279,10 +279,10 @@ class VLLMEngine(Engine):
         return {**options, **self.options, **FIXED}
 
     @override
-    def expect(self, weights: weight_stream.Stream) -> None:
+    def expect(self, weights: weight_stream.Weights) -> None:
         self._plan.compare([(name, tuple(weight.shape)) for name, weight in self._outgoing(weights)])
 
-    def _outgoing(self, weights: weight_stream.Stream) -> weight_stream.Stream:
+    def _outgoing(self, weights: weight_stream.Weights) -> weight_stream.Weights:
         whole = (
             weight_stream.merge_stream(weights, self._scales) if self._adapter is None else self._adapter.split(weights)
         )

@@ -17,7 +17,7 @@ from lightning_rl.generation.vllm.vllm_sampling import SCORING
 from lightning_rl.generation.vllm.worker_extension import WorkerDescription
 from lightning_rl.generation.weights.canary import Canary, CanaryError, Rounding
 from lightning_rl.generation.weights.weight_folder import write_weights
-from lightning_rl.generation.weights.weight_stream import Shape, Stream
+from lightning_rl.generation.weights.weight_stream import Shape, Weights
 from lightning_rl.utils.atomic_write import write_atomically
 from lightning_rl.utils.http import Unanswered, quote
 
@@ -78,7 +78,7 @@ class WeightPush:
         self._versions: dict[int, int] = {}  # by number of the push
         self._loaded: set[str] = set()
         self._described: set[str] = set()
-        self._spare: tuple[Label, Stream] | None = None
+        self._spare: tuple[Label, Weights] | None = None
         self._lock, self._writing = threading.Lock(), threading.Lock()
 
     @property
@@ -110,15 +110,15 @@ class WeightPush:
         ahead = self.current is not None and label.number == self.current.number + 1
         return label.run == self.run and (label.version == self._versions.get(label.number) or ahead)
 
-    def write(self, stream: Stream, label: Label) -> None:
+    def write(self, weights: Weights, label: Label) -> None:
         """Write weights."""
-        write_weights(stream, self._folder_of(label))
+        write_weights(weights, self._folder_of(label))
 
     def write_adapter(self, save: Callable[[Path], object], label: Label) -> None:
         """Write an adapter by a function that gets its folder."""
         write_atomically(self._folder_of(label), save)
 
-    def send(self, send: Callable[[Label], Stream], label: Label) -> None:
+    def send(self, send: Callable[[Label], Weights], label: Label) -> None:
         """Send weights to servers; they are written only if a server needs a file.
 
         During the transfer a returning server finds no weights, as two copies would take twice the memory.

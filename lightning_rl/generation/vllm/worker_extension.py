@@ -18,7 +18,7 @@ from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.group import Group, GroupError, Invitation, gpu_of
 from lightning_rl.generation.vllm.storage import check_inside
 from lightning_rl.generation.weights.weight_folder import read_weights
-from lightning_rl.generation.weights.weight_stream import Stream
+from lightning_rl.generation.weights.weight_stream import Weights
 
 STORAGE = "LIGHTNING_RL_STORAGE"  # folder of weights; by default that for temporary files
 HOST = "LIGHTNING_RL_HOST"  # address at which the server listens; by default loopback
@@ -132,7 +132,7 @@ class WeightLoader:
             group.close()
         return {}
 
-    def _lightning_rl_reload(self, weights: Stream) -> dict[str, str]:
+    def _lightning_rl_reload(self, weights: Weights) -> dict[str, str]:
         model = self.model_runner.get_model()
         internals.forget_expert_kernels(model)
         try:

@@ -9,13 +9,13 @@ from torch import nn
 from lightning_rl.distributed import failing_together
 from lightning_rl.generation.engine import Engine, EngineError, EngineState
 from lightning_rl.generation.weights import canary
-from lightning_rl.generation.weights.weight_stream import Checksums, Stream
+from lightning_rl.generation.weights.weight_stream import Checksums, Weights
 from lightning_rl.policy.context_window import context_window
 
 
 def synchronize(
     engine: Engine,
-    weights: Stream,
+    weights: Weights,
     version: int,
     policy: nn.Module,
     *,

@@ -8,28 +8,28 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_rl.generation.weights.weight_stream import Stream
+from lightning_rl.generation.weights.weight_stream import Weights
 from lightning_rl.utils.atomic_write import write_atomically
 
 PART_BYTES = 2**30  # bytes of tensors that the writer and each reader hold at once
 
 
-def write_weights(stream: Stream, folder: Path, *, part_bytes: int = PART_BYTES) -> None:
+def write_weights(weights: Weights, folder: Path, *, part_bytes: int = PART_BYTES) -> None:
     """Write a stream of tensors into a new folder, which gets its name once it is complete.
 
     Args:
-        stream: Names and tensors on the CPU, none of which shares memory with another.
+        weights: Names and tensors on the CPU, none of which shares memory with another.
         folder: Folder that does not exist yet; its parent is created.
         part_bytes: Size at which a part is closed; with the largest tensor it bounds memory.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder, lambda path: _write_parts(stream, path, part_bytes))
+    write_atomically(folder, lambda path: _write_parts(weights, path, part_bytes))
 
 
-def _write_parts(stream: Stream, folder: Path, part_bytes: int) -> None:
+def _write_parts(weights: Weights, folder: Path, part_bytes: int) -> None:
     folder.mkdir()
     part: dict[str, Tensor] = {}
-    for name, weight in stream:
+    for name, weight in weights:
         part[name] = weight.contiguous()
         del weight
         if sum(tensor.nbytes for tensor in part.values()) >= part_bytes:

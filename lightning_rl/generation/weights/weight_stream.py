@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from lightning_rl.policy.lora import adapters_of
 
-Stream = Iterable[tuple[str, Tensor]]
+Weights = Iterable[tuple[str, Tensor]]
 Shape = tuple[int, ...]
 
 
@@ -28,9 +28,9 @@ def aliases_of(model: PreTrainedModel) -> dict[str, str]:
     return dict(keys)
 
 
-def add_aliases(stream: Stream, aliases: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+def add_aliases(weights: Weights, aliases: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
     """Yield the stream with each alias right after its source, for engines that load a tied head as a tensor."""
-    for name, weight in stream:
+    for name, weight in weights:
         yield name, weight
         for alias, source in aliases.items():
             if source == name:
@@ -58,13 +58,13 @@ def adapter_scales(model: nn.Module) -> dict[str, float]:
     return scales
 
 
-def merge_stream(stream: Stream, scales: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
+def merge_stream(weights: Weights, scales: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
     """Yield the stream with every adapter merged into its weight, W + s B A, under the plain name.
 
     A layer's weight is held until its A and B arrive, which directly follow it in the order of parameters.
     """
     waiting: dict[str, dict[str, Tensor]] = {}
-    for name, weight in stream:
+    for name, weight in weights:
         layer, part = part_of(name)
         if layer not in scales:
             yield name, weight
@@ -107,17 +107,17 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def copies(
-    stream: Stream, dtype: torch.dtype | None, device: torch.device, exact: Container[str] = ()
+    weights: Weights, dtype: torch.dtype | None, device: torch.device, exact: Container[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a copy of each tensor in the engine's dtype. Strategies reuse the buffer that they gather into.
 
     Args:
-        stream: Names and tensors.
+        weights: Names and tensors.
         dtype: Dtype of the engine.
         device: Device of the copies.
         exact: Names of tensors that keep their dtype.
     """
-    for name, weight in stream:
+    for name, weight in weights:
         casts = weight.is_floating_point() and name not in exact
         yield name, weight.detach().to(device=device, dtype=dtype if casts else weight.dtype, copy=True)
 
@@ -158,14 +158,14 @@ class WeightPlan:
         self.expected = dict(sent)
 
 
-def verify(stream: Stream, expected: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
+def verify(weights: Weights, expected: Mapping[str, Shape]) -> Iterator[tuple[str, Tensor]]:
     """Yield the stream after comparing each tensor with the first sync's.
 
     Raises:
         ValueError: If a tensor differs or is missing; names the first one, before it is yielded.
     """
     missing = dict(expected)
-    for name, weight in stream:
+    for name, weight in weights:
         if missing.pop(name, None) != tuple(weight.shape):
             before = f"{list(expected[name])} or was sent before" if name in expected else "not among them"
             raise ValueError(
@@ -189,10 +189,10 @@ class Checksums:
         self.dtype = dtype
         self._sums: list[Tensor] = []
 
-    def observe(self, stream: Stream) -> Iterator[tuple[str, Tensor]]:
+    def observe(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """Yield the stream unchanged while computing its sums."""
         self._sums = []
-        for name, weight in stream:
+        for name, weight in weights:
             rounded = weight.detach().to(self.dtype).contiguous()
             bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rounded.element_size()]
             self._sums.append(rounded.view(-1).view(bits).sum(dtype=torch.int64))

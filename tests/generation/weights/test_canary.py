@@ -23,7 +23,7 @@ from lightning_rl.generation import Canary, CanaryError, Engine, EngineState
 from lightning_rl.generation.weights import canary as canaries
 from lightning_rl.generation.weights.canary import Measurement, Rounding, Values, canary_of
 from lightning_rl.generation.weights.sync import synchronize
-from lightning_rl.generation.weights.weight_stream import Stream
+from lightning_rl.generation.weights.weight_stream import Weights
 from lightning_rl.policy import PolicyModel
 
 
@@ -40,7 +40,7 @@ class Watched:
         self.engine = TransformersEngine()
         launch(self.engine, copy.deepcopy(model))
 
-    def sync(self, change: Callable[[Stream], Stream] = iter) -> tuple[float, float] | None:
+    def sync(self, change: Callable[[Weights], Weights] = iter) -> tuple[float, float] | None:
         """Sync once; ``change`` may modify the stream."""
         self.version += 1
         take = self.engine._take  # noqa: SLF001
@@ -74,7 +74,7 @@ def test_clean_syncs_are_clean(dtype: torch.dtype, temperature: float) -> None:
     assert run.policy.temperature == temperature
 
 
-def changing(weights: dict[str, Tensor]) -> Callable[[Stream], Iterator[tuple[str, Tensor]]]:
+def changing(weights: dict[str, Tensor]) -> Callable[[Weights], Iterator[tuple[str, Tensor]]]:
     return lambda stream: ((name, weights.get(name, weight)) for name, weight in stream)
 
 
@@ -243,7 +243,7 @@ def test_wrong_weights_and_a_wrong_forward_are_found_from_the_first_sync_on(
         run.step(1e-5)
     take = run.engine._take  # noqa: SLF001
 
-    def broken(weights: Stream, version: int) -> None:
+    def broken(weights: Weights, version: int) -> None:
         take(weights, version)
         with torch.no_grad():
             fault(run.engine._model_for("fault"))  # noqa: SLF001
@@ -449,7 +449,7 @@ def test_the_distribution_is_compared_where_the_engine_records_it() -> None:
     used = {token for row in (*measured.fixed, *measured.drawn) for part in row for token in part}
     first = next(token for token in range(200, 399) if not used & {token, token + 1})
 
-    def swapped(stream: Stream) -> Stream:
+    def swapped(stream: Weights) -> Weights:
         for name, weight in stream:
             other = weight.clone()
             if name == "lm_head.weight":  # the logits of two neighbors that are neither scored nor sampled
