@@ -162,9 +162,9 @@ def _pack_groups(rows: Rollout, lengths: Int[Tensor, " b"], sequences: Sequences
         for part in _best_fit(own, budget - prompt):
             parts.append([group[number] for number in part])
             costs.append(prompt + sum(own[number] for number in part))
-    rank = order.argsort().tolist()
+    places = order.argsort().tolist()
     bins = ([row for number in numbers for row in parts[number]] for numbers in _best_fit(costs, budget))
-    return [sorted(members, key=rank.__getitem__) for members in bins]
+    return [sorted(members, key=places.__getitem__) for members in bins]
 
 
 def _best_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:

@@ -34,8 +34,8 @@ class Adapter:
         if others or not self.scales:
             got = f"{others[0]} that trains as well" if self.scales else f"none in {type(model).__name__}"
             raise ValueError(f'expected adapters and a frozen base, got {got}: use lora="merged"')
-        self.rank = max(len(weight) for name, weight in model.named_parameters() if part_of(name)[1] == "A")
-        self.max_rank = next(rank for rank in RANKS if rank >= self.rank)
+        self.lora_rank = max(len(weight) for name, weight in model.named_parameters() if part_of(name)[1] == "A")
+        self.max_lora_rank = next(value for value in RANKS if value >= self.lora_rank)
         self.number = 0
         self.request: Any = None
         self._parts: dict[str, Tensor] = {}
@@ -43,7 +43,7 @@ class Adapter:
     @property
     def options(self) -> dict[str, Any]:
         """Options of ``vllm.LLM``."""
-        return {"enable_lora": True, "max_loras": 1, "max_lora_rank": self.max_rank}
+        return {"enable_lora": True, "max_loras": 1, "max_lora_rank": self.max_lora_rank}
 
     def split(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """Yield the base weights under plain names; the adapter's are stored for :meth:`save`."""
@@ -71,7 +71,7 @@ class Adapter:
             {name: part.to(dtype=dtype) for name, part in self._parts.items()}, path / "adapter_model.safetensors"
         )
         targets = sorted({layer.rpartition(".")[-1] for layer in self.scales})
-        config = {"peft_type": "LORA", "r": self.rank, "lora_alpha": self.rank, "target_modules": targets}
+        config = {"peft_type": "LORA", "r": self.lora_rank, "lora_alpha": self.lora_rank, "target_modules": targets}
         (path / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}))  # scaling is in B
         self._parts = {}
 

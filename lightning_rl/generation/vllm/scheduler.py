@@ -37,7 +37,7 @@ class Seat:
 class WaitingRequest:
     """Request that waits for a slot."""
 
-    rank: int  # lowest first
+    priority: int  # lowest first
     number: int  # then in order of arrival
     tokens: int = field(compare=False)
     seat: Seat = field(compare=False)
@@ -62,16 +62,16 @@ class Places:
         self._waiting: list[WaitingRequest] = []
         self._numbers = itertools.count()
 
-    async def take(self, tokens: int, seat: Seat, *, rank: int = 0) -> Server:
+    async def take(self, tokens: int, seat: Seat, *, priority: int = 0) -> Server:
         """Return a server with a slot for a request; :meth:`release` frees it.
 
         Args:
             tokens: Tokens of the prompt and at most of the response.
             seat: Seat of the request; its server is set.
-            rank: Rank of the request.
+            priority: Priority of the request, lowest first.
         """
         place: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
-        insort(self._waiting, WaitingRequest(rank, next(self._numbers), tokens, seat, place))
+        insort(self._waiting, WaitingRequest(priority, next(self._numbers), tokens, seat, place))
         self.assign()
         try:
             return await place

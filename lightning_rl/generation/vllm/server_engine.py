@@ -155,7 +155,7 @@ class VLLMServerEngine(Engine):
             tokenizer=tokenizer,
             canary=self.canary,
             private=self.storage is None,
-            lora_rank=0 if self._adapter is None else self._adapter.max_rank,
+            lora_rank=0 if self._adapter is None else self._adapter.max_lora_rank,
         )
         pool = self._pool = ServerPool(
             [self._client_of(url) for url in urls],
@@ -305,7 +305,7 @@ class VLLMServerEngine(Engine):
             vocabulary = self._limits().vocabulary
             parameters["logprobs"] = min(self.top_logprobs or vocabulary, vocabulary)
         sample = await self._running().ask(
-            request.prefix_ids, parameters, name=name, oldest=oldest, seat=seat, rank=request.rollout
+            request.prefix_ids, parameters, name=name, oldest=oldest, seat=seat, priority=request.rollout
         )
         versions = tuple(label.version for label in sample.labels)
         return Completion(

@@ -186,7 +186,7 @@ class ServerPool:
         name: str,
         oldest: int,
         seat: Seat | None = None,
-        rank: int = 0,
+        priority: int = 0,
     ) -> Sample:
         """Return a valid response from the server of a seat, or from any other.
 
@@ -196,7 +196,7 @@ class ServerPool:
             name: Name of the request.
             oldest: Number of the oldest push that tokens may come from, read before the first request of a batch.
             seat: Seat shared with requests of the same prefix.
-            rank: Rank in the queue, lowest first.
+            priority: Place in the queue, lowest first.
 
         Raises:
             EngineError: If no server is ready, none returns a valid response, or one rejects the request.
@@ -205,7 +205,7 @@ class ServerPool:
         for _ in range(ATTEMPTS):
             self._check_open()
             self._limit_patience()
-            server = await self._places.take(tokens, seat, rank=rank)
+            server = await self._places.take(tokens, seat, priority=priority)
             try:
                 sample = await self._ask(server, ids, parameters, name=name, oldest=oldest)
             finally:

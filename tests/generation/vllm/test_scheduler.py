@@ -75,7 +75,7 @@ def test_a_group_whose_server_is_lost_moves_to_another() -> None:
 def test_requests_of_the_lowest_rank_come_first() -> None:
     (server,) = some_servers(1)
     places = Places([server], at_once=1)
-    tasks = begin(*(places.take(1, Seat(), rank=rank) for rank in (0, 3, 2, 2)))
+    tasks = begin(*(places.take(1, Seat(), priority=priority) for priority in (0, 3, 2, 2)))
     LOOP.call_soon(lambda: places.release(server, 1))
     assert [isinstance(end, Server) for end in ends(*tasks)] == [True, False, True, False]
 
