@@ -28,9 +28,7 @@ from torch.optim import AdamW
 ROOT = Path(__file__).resolve().parents[1]
 RENAMED = {r"rollout/rewards_by_function/": "rollout/task_rewards/"}
 """Patterns of keys of today, and what the key was when the hashes of ``OLD`` were written."""
-DIFFERS = re.compile(
-    r"time|idle|second|throughput|memory|_mb\b|mfu|per_s|created|packages|platform|\.log$|/hparams|/pid"
-)
+DIFFERS = re.compile(r"time|idle|second|throughput|memory|_mb\b|mfu|per_s|created|packages|platform|log$|/hparams")
 """Keys of values that differ between two equal runs."""
 
 

@@ -15,7 +15,7 @@ from lightning_rl.callbacks import EntropyBonus, NoEOSMask, ReferenceKL, Rollout
 from lightning_rl.corrections import Corrections
 from lightning_rl.losses import LOSSES
 from lightning_rl.policy import Outputs, PolicyModel
-from lightning_rl.policy.model import Scorer
+from lightning_rl.policy.model import FrozenModel
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rollouts.logprob_passes import add_logprobs
 from lightning_rl.signal.reductions import REDUCTIONS, Reduction
@@ -80,7 +80,7 @@ def test_no_loss_waits_for_the_device_but_to_look_at_a_whole_step(loss: str) -> 
 def test_scoring_waits_once_at_its_end() -> None:
     rollout, policy, reference = a_rollout(), a_policy(), tiny_model("qwen2", 1)
     plan = plan_of_rows(rollout, [CUT]).to("meta")
-    scorer = Scorer(reference, temperature=0.7, packed=True)
+    scorer = FrozenModel(reference, temperature=0.7, packed=True)
     scorer.to(torch.device("meta"))
     rollout = rollout.to("meta")
     with count_reads() as names:

@@ -46,7 +46,7 @@ from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.corrections.stat import stack_moments
 from lightning_rl.metrics import MetricLog
 from lightning_rl.policy import Outputs, PolicyModel
-from lightning_rl.policy.model import Scorer
+from lightning_rl.policy.model import FrozenModel
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.recording import RolloutRecorder
 from lightning_rl.reporting import RolloutSummary, RunReport, SampleTable
@@ -165,7 +165,7 @@ def test_models_are_the_same_on_another_device(family: str, dtype: torch.dtype, 
         model, rollout = tiny_model(family, dtype=dtype), ragged_rollout(dtype=torch.float64).sanitize()
         policy = PolicyModel(model, model, temperature=0.7, packed=packed).to(device)
         model.tie_weights()  # which a move to the stand-in parts
-        reference = Scorer(tiny_model(family, 1, dtype=dtype), temperature=0.7, packed=packed)
+        reference = FrozenModel(tiny_model(family, 1, dtype=dtype), temperature=0.7, packed=packed)
         reference.to(torch.device(device))
         plan = plan_of_rows(rollout, [CUT], packed=packed).to(device)
         scored = add_logprobs(rollout.to(device), plan, policy, reference, Corrections(), old=True, squares=True)

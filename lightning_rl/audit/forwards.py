@@ -16,7 +16,7 @@ from lightning_rl.audit.user_hooks import local
 from lightning_rl.corrections import Corrections
 from lightning_rl.distributed import ALONE
 from lightning_rl.module import RLLightningModule
-from lightning_rl.policy import Microbatch, Outputs, PolicyModel, Scorer
+from lightning_rl.policy import FrozenModel, Microbatch, Outputs, PolicyModel
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.policy.sampling_mask import from_bits
 from lightning_rl.rollout import SAMPLING_MASK, TURNS, Rollout
@@ -268,14 +268,14 @@ def reference_weights(module: RLLightningModule) -> Tensor:
 
 
 @torch.no_grad()
-def fixed_scores(module: RLLightningModule, scorer: PolicyModel | Scorer) -> Tensor:
+def fixed_scores(module: RLLightningModule, scorer: PolicyModel | FrozenModel) -> Tensor:
     """Return log-probabilities of tokens that are the same in every audit, [N] float64. A collective."""
     generator, vocabulary = torch.Generator().manual_seed(0), module.required_policy.vocabulary
     ids = torch.randint(vocabulary, (FIXED_ROWS, FIXED_TOKENS), generator=generator).tolist()
     rows = Rollout.of_samples([row[:1] for row in ids], [row[1:] for row in ids], groups=range(FIXED_ROWS))
     layout = _microbatch_of(module, rows.to(module.device)).layout
     with module.trainer.precision_plugin.forward_context():
-        logprobs = scorer.logprobs(layout) if isinstance(scorer, Scorer) else scorer(layout).logprobs
+        logprobs = scorer.logprobs(layout) if isinstance(scorer, FrozenModel) else scorer(layout).logprobs
     return logprobs.double().flatten().cpu()
 
 

@@ -290,10 +290,10 @@ class Conversation:
 
     def _stop(self, finish: FinishReason) -> None:
         """End the conversation at a limit, with the environment's final reward."""
-        score = getattr(self._environment, "reward", None)
-        if callable(score) and self._row.turns:
+        reward = getattr(self._environment, "reward", None)
+        if callable(reward) and self._row.turns:
             with self._clock():
-                final = cast(float | TokenStep | None, score())
+                final = cast(float | TokenStep | None, reward())
             step = final if isinstance(final, TokenStep) else TokenStep(done=True, reward=final)
             self._add(step)
             if step.reward is not None:

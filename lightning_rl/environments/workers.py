@@ -163,11 +163,11 @@ class Host:
     def reward(self) -> float | Mapping[str, Any] | None:
         """Return the final reward of a conversation that ends at a limit."""
         made = self._environment
-        score = made.reward() if isinstance(made, Environment) else getattr(made, "reward", lambda: None)()
-        if isinstance(score, TokenStep):
-            return _fields_of(score)
-        check_figures(score, {})
-        return score
+        final = made.reward() if isinstance(made, Environment) else getattr(made, "reward", lambda: None)()
+        if isinstance(final, TokenStep):
+            return _fields_of(final)
+        check_figures(final, {})
+        return final
 
     def close(self) -> bool:
         """End the conversation; return True if no thread or process of it is left."""
@@ -201,8 +201,8 @@ class _Remote:
 
     def reward(self) -> Any:
         """Return the final reward of a conversation that ends at a limit."""
-        score = self._ask("reward")
-        return TokenStep(**score) if isinstance(score, Mapping) else score
+        final = self._ask("reward")
+        return TokenStep(**final) if isinstance(final, Mapping) else final
 
     def close(self) -> None:
         """End the conversation and return the worker, unless a process of the environment is left."""

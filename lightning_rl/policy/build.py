@@ -16,8 +16,8 @@ from lightning_rl.policy.attention import AUTO
 from lightning_rl.policy.context_window import context_window, depends_on_batch
 from lightning_rl.policy.lora import base_model_of, check_adapters
 from lightning_rl.policy.model import (
+    FrozenModel,
     PolicyModel,
-    Scorer,
     check_dropout,
     check_forward,
     check_head,
@@ -270,7 +270,7 @@ def build_scorer(
     attention: str = AUTO,
     batch_invariant: bool = False,
     files: WeightFiles | None = None,
-) -> Scorer:
+) -> FrozenModel:
     """Return a frozen model in eval mode that scores the policy's samples, checked like the policy.
 
     Args:
@@ -281,14 +281,14 @@ def build_scorer(
         packed: True to score without padding.
         attention: Kernel for packed sequences.
         batch_invariant: True for log-probabilities whose bits do not depend on the batch.
-        files: Files from which :meth:`Scorer.shard` loads the model before it checks its numbers.
+        files: Files from which :meth:`FrozenModel.shard` loads the model before it checks its numbers.
 
     Raises:
         ValueError: If a check fails; names the model, and says what to change.
     """
     model = check_parts(source, role, policy)
     options: dict[str, Any] = {"attention": attention, "batch_invariant": batch_invariant, "files": files}
-    scorer = Scorer(model, temperature=temperature, packed=packed, role=role, **options)
+    scorer = FrozenModel(model, temperature=temperature, packed=packed, role=role, **options)
     if files is None:
         check_forward(model, role, packed=packed)
     return scorer

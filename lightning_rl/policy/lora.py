@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from typing_extensions import override
 
-from lightning_rl.policy.model import Scorer
+from lightning_rl.policy.model import FrozenModel
 from lightning_rl.policy.roles import Role
 
 PROBES, CHUNK = 8, 2**14  # random inputs of a layer; token ids of an embedding at a time
@@ -223,7 +223,7 @@ def frozen_copy(model: PreTrainedModel, *, shares: bool) -> PreTrainedModel:
     return copy.deepcopy(model, {id(parameter): parameter for parameter in kept})
 
 
-class AdapterOffScorer(Scorer):
+class ModelWithoutAdapter(FrozenModel):
     """Reference of a policy with adapters that began at 0: the policy without them, so there is no second model.
 
     Args:

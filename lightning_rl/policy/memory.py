@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
 
 from lightning_rl.policy.activation_checkpointing import Checkpointing
-from lightning_rl.policy.model import PolicyModel, Scorer
+from lightning_rl.policy.model import FrozenModel, PolicyModel
 
 GIB = 2**30
 USABLE = 0.95  # share of a device's memory; the rest is lost to fragmentation
@@ -234,7 +234,7 @@ def states_per_weight(optimizer: Optimizer) -> float:
 
 
 def resident_bytes(
-    policy: PolicyModel, reference: Scorer | None, optimizer: Optimizer | None, *, copies_gradients: bool
+    policy: PolicyModel, reference: FrozenModel | None, optimizer: Optimizer | None, *, copies_gradients: bool
 ) -> float:
     """Return the bytes that a rank holds during generation.
 

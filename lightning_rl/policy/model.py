@@ -245,7 +245,7 @@ class PolicyModel(nn.Module):
         return layout.scatter(flat)
 
 
-class Scorer:
+class FrozenModel:
     """Frozen reference or teacher, held outside of the module tree, so that it is neither trained nor saved."""
 
     def __init__(

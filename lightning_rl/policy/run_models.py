@@ -15,8 +15,8 @@ from lightning_rl.policy.attention import choose_attention, hardware_of
 from lightning_rl.policy.build import build_policy, build_scorer, model_and_files
 from lightning_rl.policy.compilation import compile_layers
 from lightning_rl.policy.liger import apply_liger
-from lightning_rl.policy.lora import AdapterOffScorer, adapters_of, base_model_of, frozen_copy, is_base_model
-from lightning_rl.policy.model import PolicyModel, Scorer
+from lightning_rl.policy.lora import ModelWithoutAdapter, adapters_of, base_model_of, frozen_copy, is_base_model
+from lightning_rl.policy.model import FrozenModel, PolicyModel
 from lightning_rl.policy.model_options import ModelOptions
 from lightning_rl.policy.tensor_hash import hash_weights
 
@@ -40,7 +40,7 @@ class RunModels:
     sources: Mapping[str, Any]
     temperature: float
     options: ModelOptions
-    reference: Scorer | None = None
+    reference: FrozenModel | None = None
     replica: PreTrainedModel | None = None
     without_trainer: bool = False
     stepped: bool = False
@@ -89,7 +89,7 @@ class RunModels:
             frozen.shard(lambda model, layers: parallel.shard_frozen(model, layers, mesh), root)
             self.reference = frozen
         elif reference:
-            self.reference = AdapterOffScorer(policy, policy.model)
+            self.reference = ModelWithoutAdapter(policy, policy.model)
         if self.reference is not None:
             self.reference.to(root)  # that of an earlier fit may be on another device
         return policy
@@ -116,7 +116,7 @@ class RunModels:
         """Return the mode of layers: None for selective ones that are compiled, which keep products by themselves."""
         return None if mode == "selective" and self.options.backend else mode
 
-    def build_reference(self, parallel: Parallel, policy: PolicyModel, *, initial: bool) -> Scorer | None:
+    def build_reference(self, parallel: Parallel, policy: PolicyModel, *, initial: bool) -> FrozenModel | None:
         """Return the reference, not sharded; None for a policy that without its adapters is the initial one.
 
         Args:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.corrections import Corrections, Stat
-from lightning_rl.policy import Plan, PolicyModel, Scorer
+from lightning_rl.policy import FrozenModel, Plan, PolicyModel
 from lightning_rl.policy.load_balancing import load_of_steps, record_routers
 from lightning_rl.policy.model import FiniteOutputs
 from lightning_rl.rollout import EXPERT_LOAD, SUM_PI_SQUARED, TURNS, Rollout
@@ -19,7 +19,7 @@ def add_logprobs(
     rollout: Rollout,
     plan: Plan,
     policy: PolicyModel,
-    reference: Scorer | None,
+    reference: FrozenModel | None,
     corrections: Corrections,
     *,
     old: bool,

@@ -22,7 +22,7 @@ from lightning_rl.distributed import Collectives, Parallel
 from lightning_rl.environments.run_environments import Environments
 from lightning_rl.generation import SamplingParams
 from lightning_rl.metrics import MetricLog, PhaseTimes
-from lightning_rl.policy import ModelOptions, Scorer
+from lightning_rl.policy import FrozenModel, ModelOptions
 from lightning_rl.policy.memory import MAX_TOKENS
 from lightning_rl.rollouts.lost_updates import LostUpdates
 from lightning_rl.rollouts.prefetch import Prefetcher
@@ -313,7 +313,7 @@ class RunState:
         self.current, self.skipped = self.progress.current, self.progress.skipped
         self.nonfinite_in_a_row = self.progress.nonfinite_in_a_row
 
-    def state(self, collectives: Collectives, reference: Scorer | None) -> dict[str, Any]:
+    def state(self, collectives: Collectives, reference: FrozenModel | None) -> dict[str, Any]:
         """Return the state of all ranks, in values that load under ``weights_only=True``. A collective."""
         return {
             "run": self.name,
@@ -324,7 +324,7 @@ class RunState:
         }
 
     def load(
-        self, state: Mapping[str, Any], parallel: Parallel, reference: Scorer | None, allowed: Collection[str]
+        self, state: Mapping[str, Any], parallel: Parallel, reference: FrozenModel | None, allowed: Collection[str]
     ) -> None:
         """Load this rank's part of a :meth:`state`.
 

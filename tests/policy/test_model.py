@@ -1,4 +1,4 @@
-"""PolicyModel and Scorer: critics, parameter groups, a frozen reference; and what is refused at setup or mid-run."""
+"""PolicyModel and FrozenModel: critics, parameter groups, a reference; what is refused at setup or later."""
 
 import copy
 import random
@@ -28,7 +28,7 @@ from typing_extensions import override
 from lightning_rl import GAE
 from lightning_rl.callbacks import ReferenceKL
 from lightning_rl.corrections import Corrections
-from lightning_rl.policy import Outputs, PolicyModel, Scorer, make_plan, pack
+from lightning_rl.policy import FrozenModel, Outputs, PolicyModel, make_plan, pack
 from lightning_rl.policy.build import build_model, build_policy, build_tokenizer, eos_ids_of
 from lightning_rl.policy.lora import base_model_of
 from lightning_rl.policy.model import FiniteOutputs, check_dropout, check_modes, check_scoring, use_packed_attention
@@ -122,7 +122,7 @@ def test_the_value_loss_reaches_the_policy_through_a_shared_critic_only(separate
 @forms
 def test_the_reference_scores_like_the_policy_it_was_copied_from_and_is_frozen(packed: bool) -> None:
     policy = PolicyModel(tiny_policy(), None, temperature=0.7, packed=packed)
-    reference = Scorer(copy.deepcopy(policy.model), temperature=0.7, packed=packed)
+    reference = FrozenModel(copy.deepcopy(policy.model), temperature=0.7, packed=packed)
     layout = pack(ragged_rollout(), packed=packed)
     found = reference.logprobs(layout)
     assert torch.equal(found, policy(layout).logprobs) and not found.requires_grad
@@ -131,17 +131,19 @@ def test_the_reference_scores_like_the_policy_it_was_copied_from_and_is_frozen(p
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_fingerprint_is_equal_exactly_if_the_weights_are(dtype: torch.dtype) -> None:
-    first, same, other = (Scorer(tiny_policy(seed, dtype=dtype), temperature=1.0, packed=True) for seed in (0, 0, 1))
+    first, same, other = (
+        FrozenModel(tiny_policy(seed, dtype=dtype), temperature=1.0, packed=True) for seed in (0, 0, 1)
+    )
     nudged = tiny_policy(dtype=dtype)
     nudged.model.norm.weight.data[0] += 0.01
     assert first.fingerprint == same.fingerprint != other.fingerprint
-    assert Scorer(nudged, temperature=1.0, packed=True).fingerprint != first.fingerprint
+    assert FrozenModel(nudged, temperature=1.0, packed=True).fingerprint != first.fingerprint
 
 
 def test_the_fingerprint_takes_scalar_parameters() -> None:
     model = tiny_policy()
     model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
-    assert len(Scorer(model, temperature=1.0, packed=True).fingerprint) == 12
+    assert len(FrozenModel(model, temperature=1.0, packed=True).fingerprint) == 12
 
 
 @pytest.mark.parametrize(("what", "field"), [("log-probability", "logprobs"), ("value", "values")])

@@ -20,7 +20,7 @@ import lightning_rl.policy.lora as lora_module
 from lightning_rl import Rollout
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import ReferenceKL
-from lightning_rl.policy.lora import AdapterOffScorer, base_model_of
+from lightning_rl.policy.lora import ModelWithoutAdapter, base_model_of
 from lightning_rl.policy.memory import local_bytes, resident_bytes
 
 kl = partial(ReferenceKL, 0.1, as_loss=True)
@@ -90,7 +90,7 @@ def test_the_reference_is_the_policy_as_built_after_any_number_of_steps(kind: st
     module = tiny_module(policy=ALL[kind], optimizer=partial(SGD, lr=4.0))
     fit(module, callbacks=[kl(), recorder(seen)("watch")], data=tiny_prompts(8, 2))
     initial, policy, moved = base_model_of(ALL[kind]()), module.required_policy.model, 0.0
-    assert (type(module.models.reference) is AdapterOffScorer) == (kind in OFF)
+    assert (type(module.models.reference) is ModelWithoutAdapter) == (kind in OFF)
     for rollout in seen:
         for row in range(len(rollout)):
             expected = plain_logprobs(initial, rollout, row)

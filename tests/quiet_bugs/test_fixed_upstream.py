@@ -42,7 +42,7 @@ from lightning_rl.callbacks import IcePop, ReferenceKL, TruncatedIS
 from lightning_rl.corrections import Corrections
 from lightning_rl.data import Prompt
 from lightning_rl.generation import Completion
-from lightning_rl.policy import PolicyModel, Scorer, make_plan, pack
+from lightning_rl.policy import FrozenModel, PolicyModel, make_plan, pack
 from lightning_rl.rollouts.logprob_passes import add_logprobs
 
 NAN = math.nan
@@ -126,7 +126,7 @@ def test_1_07_every_source_of_log_probabilities_knows_the_temperature(temperatur
     sampler = sampler_of(engine=engine, sampling=sampling, dtype=torch.float64)
     rollout = sample_groups(sampler, [Prompt(0, (2, 3), None, {}), Prompt(1, (4,), None, {})])
     policy = PolicyModel(model, None, temperature=temperature, packed=True)
-    reference = Scorer(model, temperature=temperature, packed=True)
+    reference = FrozenModel(model, temperature=temperature, packed=True)
     plan = make_plan(rollout, minibatches=1, max_tokens_per_microbatch=99)
     found = add_logprobs(rollout, plan, policy, reference, Corrections(), old=True)
     engines = found.require("rollout_logprobs")

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_rl import FakeEngine, RLCallback, Rollout
 from lightning_rl.callbacks import ReferenceKL
-from lightning_rl.policy import Scorer
+from lightning_rl.policy import FrozenModel
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "critic": {"advantages": "gae", "critic": "shared"},
@@ -47,7 +47,7 @@ class Watch(RLCallback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self.module, reference = pl_module, pl_module.models.reference
         models = {"policy": pl_module.policy}
-        if type(reference) is Scorer:  # and not the policy without its adapters
+        if type(reference) is FrozenModel:  # and not the policy without its adapters
             models["reference"] = reference.scoring
         for kind, model in models.items():
             if self.rounds:

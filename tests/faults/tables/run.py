@@ -19,7 +19,7 @@ from lightning_rl.algorithm import Algorithm
 from lightning_rl.callbacks import EntropyBonus, NoEOSMask, ReferenceKL
 from lightning_rl.corrections import Corrections
 from lightning_rl.distributed import Parallel
-from lightning_rl.policy import PolicyModel, Scorer
+from lightning_rl.policy import FrozenModel, PolicyModel
 from lightning_rl.rewards import Rewards
 from lightning_rl.rollouts import collate
 from lightning_rl.rollouts.sample import Sampler
@@ -101,7 +101,7 @@ FAULTS: tuple[Fault, ...] = (
         KL,
         culprit="the reference",
         check="logprob_alignment",
-        patches=[after(Scorer, "__init__", lambda _, scorer, *__: setattr(scorer.scoring, "temperature", 1.0))],
+        patches=[after(FrozenModel, "__init__", lambda _, scorer, *__: setattr(scorer.scoring, "temperature", 1.0))],
     ),
     engine(
         "engine that never moves", lambda: parts.Copying(lambda _: False), culprit="engine", check="canary|weight_sync"
