@@ -191,12 +191,12 @@ def _unknown(metric: str, callback: Any, logged: Collection[str]) -> ValueError:
     )
 
 
-def check_rollout_end(trainer: Trainer, module: LightningModule) -> None:
+def check_rollout_end(trainer: Trainer, module: LightningModule, *, old: Collection[str]) -> None:
     """Let each EarlyStopping on a metric of training look at it after a rollout, since an epoch has many of them.
 
-    At the end of an epoch Lightning calls it.
+    At the end of an epoch Lightning calls it. ``old`` are metrics without a value in this rollout.
     """
     for metric, callback in monitors(trainer) if not trainer.is_last_batch else ():
         of_training = not metric.startswith(EVALUATED) and metric in trainer.callback_metrics
-        if isinstance(callback, EarlyStopping) and of_training:
+        if isinstance(callback, EarlyStopping) and of_training and metric not in old:
             callback.on_train_epoch_end(trainer, module)
