@@ -1,6 +1,8 @@
 """The Triton kernels of the head against its plain version; `make test-liger` runs them in Triton's interpreter."""
 
 import os
+import subprocess
+import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,24 @@ from lightning_rl.policy.sampling_mask import to_bits
 ROWS, VOCABULARY = 40, 8195  # three chunks; two whole blocks of columns and a part
 MASK = torch.arange(VOCABULARY).expand(ROWS, -1) % 7 != 3
 CPU = torch.device("cpu")
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lightning_rl.policy import head_kernels
+
+tensors = ["*fp32", "*i64", "*fp32", "*fp32", "*fp32"]
+for kernel, types, constants in (
+    (head_kernels._score_row, [*tensors, "i32"], {"lanes": 4096}),
+    (head_kernels._write_row, [*tensors, "*fp32", "i32"], {"cap": 30.0, "lanes": 4096}),
+    (head_kernels._write_row, [*tensors, "constexpr", "i32"], {"by_entropy": None, "cap": None, "lanes": 4096}),
+):
+    signature = dict(zip(kernel.arg_names, types)) | dict.fromkeys(constants, "constexpr")
+    for capability in (80, 90):
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
+        assert code.asm["cubin"] and "st.local" not in code.asm["ptx"], "registers are spilled"
+"""
 exactly = torch.testing.assert_close
 pytestmark = pytest.mark.filterwarnings("default")  # NumPy, which interprets, warns of 0 times infinity
 
@@ -108,3 +128,9 @@ def test_kernels_that_do_not_compile_or_compute_something_else_are_not_used(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.warns(UserWarning, match=r"expected Triton kernels .*: the head is computed by plain operations"):
         assert head._compiled_kernels.__wrapped__() is None  # noqa: SLF001  there is no GPU
+
+
+def test_they_compile_for_gpus_and_spill_no_registers(kernels: ModuleType) -> None:
+    compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", COMPILE], env=compiling, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
