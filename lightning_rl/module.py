@@ -263,14 +263,22 @@ class RLLightningModule(BaseModule):
         return outputs
 
     def _gradient(self, step_index: StepIndex) -> StepGradient:
-        """Return the gradient of a step; repeat with half ``max_tokens_per_microbatch`` if a rank is out of memory."""
+        """Return the gradient of a step; repeat with half ``max_tokens_per_microbatch`` if a rank is out of memory.
+
+        Raises:
+            torch.OutOfMemoryError: If the step is out of memory again, or cannot be repeated; a note names the cure.
+        """
         states = self.run.corrections.states() if self.parallel.repeats_steps else None
-        gradient = self._accumulate(step_index, record_out_of_memory=states is not None)
-        if states is not None and process_maximum(int(gradient.out_of_memory)):
-            self.required_policy.zero_grad()
-            self.run.halve_token_budget(step_index, states)
-            self.seed_generators(step_index)
-            gradient = self._accumulate(step_index)
+        try:
+            gradient = self._accumulate(step_index, record_out_of_memory=states is not None)
+            if states is not None and process_maximum(int(gradient.out_of_memory)):
+                self.required_policy.zero_grad()
+                self.run.halve_token_budget(step_index, states)
+                self.seed_generators(step_index)
+                gradient = self._accumulate(step_index)
+        except torch.OutOfMemoryError as error:
+            error.add_note(self.run.memory_note())
+            raise
         return gradient
 
     def _accumulate(self, step_index: StepIndex, *, record_out_of_memory: bool = False) -> StepGradient:

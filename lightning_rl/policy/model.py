@@ -375,7 +375,7 @@ def _score(model: PreTrainedModel, states: Tensor, layout: Layout, temperature: 
     inputs = states[layout.source], head.weight, head.bias, layout.targets
     options: dict[str, Any] = {"sampling_mask": layout.sampling_mask, **_logit_options(model, temperature)}
     if layout.top_ids is None or layout.top_logprobs is None:
-        return token_logprobs(*inputs, **options)
+        return token_logprobs(*inputs, batch_invariant=is_batch_invariant(model), **options)
     return token_logprobs_and_kl(*inputs, top_ids=layout.top_ids, top_logprobs=layout.top_logprobs, **options)
 
 
