@@ -99,18 +99,19 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
     starts, shared, queries = lengths.cumsum(0) - lengths, None, lengths
     position = torch.arange(len(inputs), device=inputs.device) - starts.index_select(0, line)
     if packed and bool((common := common_prompts(rows, sequences)).tokens.any()):
-        own = position >= common.tokens[line]
+        own = position >= common.tokens.index_select(0, line)
         number = own.cumsum(0) - 1  # input index of each token
-        number = torch.where(own, number, number[torch.where(own, 0, starts[common.lender[line]] + position)])
+        lent = starts[common.lender].index_select(0, line) + position
+        number = torch.where(own, number, number.index_select(0, torch.where(own, 0, lent)))
         queries = lengths - common.tokens
         order = (queries * (len(inputs) + 1) + lengths).argsort(descending=True, stable=True)  # equal lengths together
-        by_sequence = order.argsort()[line].argsort(stable=True)
         order = order[: int(queries.count_nonzero())]  # the only token of a response is no query
-        keys = by_sequence[: int(lengths[order].sum())]
-        asked = number[keys[own[keys]]]
-        shared = Shared(number[keys], asked, asked.argsort())
+        keys = _spans(starts[order], lengths[order])
+        read, is_query = number.index_select(0, keys), own.index_select(0, keys)
+        shared = Shared(read, asked := read.masked_select(is_query), _inverse(asked))
         lengths, queries = lengths[order], queries[order]
-        inputs, position, source = inputs[own], position[own], number[source]
+        inputs, position = inputs.masked_select(own), position.masked_select(own)
+        source = number.index_select(0, source)
     sizes = tuple(zip(queries.tolist(), lengths.tolist(), strict=True))
     packed = shared is not None or (packed and len(set(sizes)) > 1)  # equal lengths need no packing
     if not packed:
@@ -138,6 +139,18 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
             if name in rows.token_extras
         },
     )
+
+
+def _spans(starts: Int[Tensor, " s"], lengths: Int[Tensor, " s"]) -> Int[Tensor, " N"]:
+    """Return the indices of spans, one after another; sorting a key of each token would take longer."""
+    number, shift = int(lengths.sum()), starts - (lengths.cumsum(0) - lengths)
+    return torch.arange(number, device=starts.device) + shift.repeat_interleave(lengths, output_size=number)
+
+
+def _inverse(permutation: Int[Tensor, " N"]) -> Int[Tensor, " N"]:
+    """Return the place of each index in a permutation."""
+    places = torch.arange(len(permutation), device=permutation.device)
+    return torch.empty_like(permutation).scatter_(0, permutation, places)
 
 
 def _join_rows(
