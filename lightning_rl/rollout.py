@@ -359,6 +359,8 @@ def concatenate(parts: Sequence[Rollout]) -> Rollout:
     """
     if not parts:
         raise ValueError("expected at least one rollout to concatenate, got none")
+    if len(parts) == 1:
+        return parts[0]
     names = [{name for name, _ in part.tensors()} for part in parts]
     if any(other != names[0] for other in names):
         raise ValueError(f"expected rollouts with the same fields, but only some have {_difference(names)}")
