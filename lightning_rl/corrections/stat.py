@@ -30,8 +30,8 @@ class Stat:
     @staticmethod
     def of(values: Tensor, mask: Tensor | None = None) -> "Stat":
         """Return the statistics of the masked values, detached; values outside the mask are ignored, NaN included."""
-        everywhere = torch.ones_like(values, dtype=torch.bool)
-        return Stat.many({"": values}, everywhere if mask is None else mask)[""]
+        mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+        return Stat.many({"": values}, mask)[""]
 
     @staticmethod
     def many(values: Mapping[str, Tensor], mask: Bool[Tensor, "..."]) -> "dict[str, Stat]":
