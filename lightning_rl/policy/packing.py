@@ -88,8 +88,6 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
             f"expected valid_tokens to be positions of responses, got position {column[first]} of row {row[first]}, "
             f"whose response has {rows.response_lengths[row[first]]} tokens: derive it from action_mask"
         )
-    if (rows.valid_tokens & sequences.starts).any():
-        raise ValueError("expected a rewritten context to begin with tokens that were read, got a sampled token")
     tokens, drawn = _join_rows(rows, row, column)
     is_input = torch.ones_like(tokens, dtype=torch.bool)
     is_input[sequences.lengths.cumsum(0) - 1] = sequences.lengths == 1  # the only token of a sequence is an input
@@ -203,28 +201,32 @@ class Sequences(NamedTuple):
         row: Row of each sequence.
         begin: Index of its first token, from the start of the row's prompt.
         lengths: Number of its tokens.
-        starts: True where a row's response continues with the next sequence.
     """
 
     row: Int[Tensor, " s"]
     begin: Int[Tensor, " s"]
     lengths: Int[Tensor, " s"]
-    starts: Bool[Tensor, "b T"]
 
 
 def sequences_of(rows: Rollout) -> Sequences:
-    """Return the sequences of rows, in order."""
+    """Return the sequences of rows, in order.
+
+    Raises:
+        ValueError: If a valid token begins a rewritten context.
+    """
     if TURNS not in rows.token_extras:
         lengths = rows.prompt_lengths + rows.response_lengths
         row = torch.arange(len(rows), device=lengths.device)
-        return Sequences(row, torch.zeros_like(row), lengths, torch.zeros_like(rows.action_mask))
+        return Sequences(row, torch.zeros_like(row), lengths)
     inside = torch.arange(rows.width, device=rows.response_lengths.device) < rows.response_lengths[:, None]
     starts = context_starts(rows) & inside  # padding may have any values
+    if (rows.valid_tokens & starts).any():
+        raise ValueError("expected a rewritten context to begin with tokens that were read, got a sampled token")
     row, column = functional.pad(starts, (1, 0), value=True).nonzero(as_tuple=True)
     begin = torch.where(column > 0, rows.prompt_lengths[row] + column - 1, 0)
     ends = (rows.prompt_lengths + rows.response_lengths)[row]
     follows = functional.pad(row[1:] == row[:-1], (0, 1))  # by another sequence of its row
-    return Sequences(row, begin, torch.where(follows, begin.roll(-1), ends) - begin, starts)
+    return Sequences(row, begin, torch.where(follows, begin.roll(-1), ends) - begin)
 
 
 def join_sequences(
