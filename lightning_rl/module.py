@@ -244,7 +244,7 @@ class RLLightningModule(BaseModule):
                 step.lr, step.tokens = float(optimizer.param_groups[0]["lr"]), tokens
                 with (
                     recording_nonfinite(self.trainer, cast(CurrentRollout, run.current), batch.step, step),
-                    run.lost_updates.watch([*self.required_policy.parameters()], step.lr),
+                    run.lost_updates.watch(self.required_policy.parameters(), step.lr),
                 ):
                     step.norm = parallel.step(self.required_policy, optimizer, run.accept)
             self.models.stepped = True

@@ -100,7 +100,7 @@ def publish(trainer: Trainer, values: Mapping[str, float]) -> None:
 
     ``LightningModule.log`` would cost half a millisecond per metric and call.
     """
-    tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+    tensors = dict(zip(values, torch.tensor([*values.values()], dtype=torch.float64).unbind(), strict=True))
     trainer.callback_metrics.update(tensors)
     trainer.logged_metrics.update(tensors)
     if ON_THE_BAR in values:
