@@ -4,6 +4,12 @@ from collections.abc import Sequence
 
 from lightning_rl.audit.checks import Check
 
+OF_TRACE = (
+    *("step_rows", "first_forward", "rank_denominators", "step_gradient"),
+    *("parameter_gradient", "optimizer_moves", "optimizer_rule", "logged_metrics"),
+)
+"""Checks that need the traces of every optimizer step of a rollout."""
+
 REPEATED = (
     (
         *("masked_values", "excluded_rows", "padding_width", "group_isolation", "reward_shift", "row_order"),
@@ -18,8 +24,9 @@ REPEATED = (
         *("contribution_rows", "contribution_groups", "contribution_ranks", "provided_fields", "contributions_fit"),
         *("metric_populations", "token_gradients", "values_ignore_temperature", "value_positions"),
     ),
+    OF_TRACE,
 )
-"""Checks that repeat a stage of the run, so the same code in every rollout; those of a group share work."""
+"""Checks that repeat or follow a stage of the run, the same code in every rollout; those of a group share work."""
 
 FORMULAS = (
     *("loss_formula", "loss_needs_advantages", "value_loss_formula", "single_precision", "declared_ratio"),
@@ -37,13 +44,13 @@ def is_full(number: int) -> bool:
 def takes_turn(check: Check, number: int) -> bool:
     """Return True if a check runs at an audit, counted from 1.
 
-    Checks of formulas run at the audits 1, 2, 16, 128, ... Checks that repeat stages run at the audits 1, 2, 4, 8, ...
-    and at every third one, one group after the other. Checks of what happened in this rollout always run.
+    Checks of formulas run at the audits 1, 2, 16, 128, ... Checks that repeat or follow stages run at the audits 1, 2,
+    4, 8, ... and at every fourth one, one group after the other. Checks of what was sampled always run.
 
     Example:
         >>> from lightning_rl.audit.checks import CHECKS
         >>> [number for number in range(1, 12) if takes_turn(CHECKS["partition"], number)]
-        [1, 2, 4, 7, 8, 10]
+        [1, 2, 4, 5, 8, 9]
     """
     if check.name in FORMULAS:
         return number == 1 or (is_full(number) and number.bit_length() % 3 == 2)
@@ -53,7 +60,7 @@ def takes_turn(check: Check, number: int) -> bool:
 
 def part_of(number: int) -> int:
     """Return which part of the samples an audit, counted from 1, scores: all at 1, 2, 4, 8, ..., else a third."""
-    return 1 if is_full(number) else len(REPEATED)
+    return 1 if is_full(number) else 3
 
 
 def in_turn(checks: Sequence[Check], number: int, *, of_step: bool) -> list[Check]:
