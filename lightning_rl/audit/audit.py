@@ -335,7 +335,7 @@ class _RunWatch:
 
     def checks_in_turn(self, *, of_step: bool) -> list[Check]:
         """Return the checks of this audit; all of them if they were selected by name."""
-        return in_turn(self._checks, self._place, of_step=of_step)
+        return in_turn(self._checks, self._place, self._every, of_step=of_step)
 
     @property
     def _place(self) -> int:
@@ -343,7 +343,7 @@ class _RunWatch:
         return self.turn if self._rotates else 1
 
     def _looks_at(self, *names: str) -> bool:
-        return any(check.name in names and takes_turn(check, self._place) for check in self._checks)
+        return any(check.name in names and takes_turn(check, self._place, self._every) for check in self._checks)
 
     def begin_step(self, step_index: StepIndex, *, audited: bool) -> None:
         """Begin an optimizer step, and with the first step a rollout."""

@@ -39,21 +39,22 @@ def is_full(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def takes_turn(check: Check, number: int) -> bool:
+def takes_turn(check: Check, number: int, every_n_rollouts: int) -> bool:
     """Return True if a check runs at an audit, counted from 1.
 
     Checks of formulas run at the audits 1, 2, 16, 128, ... Checks that repeat or follow stages run at the audits 1, 2,
-    4, 8, ... and at every seventh one, one group after the other. Checks of what was sampled always run.
+    4, 8, ... At the others their groups take turns: one group if every rollout is audited, three if every third or
+    fewer are. Checks of what was sampled always run.
 
     Example:
         >>> from lightning_rl.audit.checks import CHECKS
-        >>> [number for number in range(1, 12) if takes_turn(CHECKS["partition"], number)]
-        [1, 2, 4, 8]
+        >>> [[number for number in range(1, 16) if takes_turn(CHECKS["partition"], number, every)] for every in (1, 10)]
+        [[1, 2, 4, 8, 15], [1, 2, 4, 5, 7, 8, 9, 12, 14]]
     """
     if check.name in FORMULAS:
         return number == 1 or (is_full(number) and number.bit_length() % 3 == 2)
-    turn = number % len(REPEATED)
-    return is_full(number) or PLACES.get(check.name, turn) == turn
+    share, place = min(every_n_rollouts, 3), PLACES.get(check.name)
+    return is_full(number) or place is None or (place - share * number) % len(REPEATED) < share
 
 
 def part_of(number: int) -> int:
@@ -61,6 +62,6 @@ def part_of(number: int) -> int:
     return 1 if is_full(number) else 3
 
 
-def in_turn(checks: Sequence[Check], number: int, *, of_step: bool) -> list[Check]:
+def in_turn(checks: Sequence[Check], number: int, every_n_rollouts: int, *, of_step: bool) -> list[Check]:
     """Return the checks of the rollout, or of its steps, that run at an audit."""
-    return [check for check in checks if check.of_step is of_step and takes_turn(check, number)]
+    return [check for check in checks if check.of_step is of_step and takes_turn(check, number, every_n_rollouts)]
