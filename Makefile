@@ -109,8 +109,8 @@ test-verifiers: $(VERIFIERS_INSTALLED) ## Tests against the package verifiers, i
 test-loggers: $(LOGGERS_INSTALLED) ## Tests of TensorBoard, W&B, MLflow and Comet, offline, in a separate environment
 	$(LOGGERS_BIN)/python -m pytest tests/reporting/test_loggers.py
 
-test-liger: $(LIGER_INSTALLED) ## Liger's kernels through Triton's interpreter, in a separate environment
-	TRITON_INTERPRET=1 $(LIGER_BIN)/python -m pytest $(WATCHED) tests/policy/test_liger.py
+test-liger: $(LIGER_INSTALLED) ## Kernels of Liger and of the vocabulary head through Triton's interpreter, in a separate environment
+	TRITON_INTERPRET=1 $(LIGER_BIN)/python -m pytest $(WATCHED) tests/policy/test_liger.py tests/policy/test_head_kernels.py
 
 test-launch: $(LAUNCH_INSTALLED) ## Validate the launch files of Docker Compose and Kubernetes, in a separate environment
 	$(LAUNCH_BIN)/python -m pytest $(WATCHED) tests/test_launch.py

@@ -110,10 +110,11 @@ def compare(report: Report, cell: Cell, rounds: int) -> None:
 
 def grow(report: Report, size: str, lengths: Sequence[int], rounds: int) -> None:
     """Add the seconds of each response length, their exponents, and a picture."""
-    cells = {f"{name} {length}": (name, Cell(size, "equal", 4, length)) for length in lengths for name in SIDES}
-    sides = measure(cells, rounds)
+    grown = [  # one length at a time, for memory
+        measure({name: (name, Cell(size, "equal", 4, length)) for name in SIDES}, rounds) for length in lengths
+    ]
     cpu = {
-        (name, phase): [median(sides[f"{name} {length}"].tail(phase, rounds).cpu) for length in lengths]
+        (name, phase): [median(sides[name].tail(phase, rounds).cpu) for sides in grown]
         for name in SIDES
         for phase in GROWN
     }

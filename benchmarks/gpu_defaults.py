@@ -1,6 +1,7 @@
 """Checks of `gpu_smoke.py` in the configuration of the recipes: float32 weights, bf16-mixed, ``VLLMEngine()``."""
 
 import csv
+import gc
 import os
 import tempfile
 import time
@@ -203,14 +204,25 @@ def requests(findings: Findings) -> None:
                 raise SkipError("needs a GPU")
             noted = Noted()
             callbacks = [noted, RouterReplay()] if options.get("kind") == "mixture" else [noted]
+            before = _free_memory(findings)
             module, data = _run(findings, engine, **options)
             strategy = "ddp" if name == "external launcher" else "auto"  # which makes a process group of one rank
             _trainer(findings, folder, 1, callbacks=callbacks, strategy=strategy).fit(module, data)
             module.close_engine()
             findings.at_least(f"{name}: rollouts", len(noted.rollouts), 1)
-            if not findings.tiny:
-                findings.figure(f"{name}: GiB free of the device afterwards", torch.cuda.mem_get_info()[0] / GIB)
+            del module, data
+            after = _free_memory(findings)
+            findings.figure(
+                f"{name}: GiB free after close_engine(), GiB left behind", [round(after, 2), round(before - after, 2)]
+            )
             findings.headline(name)
+
+
+def _free_memory(findings: Findings) -> float:
+    """Return the GiB that are free on the device, without those that PyTorch caches."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return 0.0 if findings.tiny else torch.cuda.mem_get_info()[0] / GIB
 
 
 def embedded(findings: Findings) -> None:

@@ -3,10 +3,12 @@
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from unittest.mock import patch
 
 import torch
 from gpu_findings import Findings, SkipError, needs, needs_gpu
@@ -14,7 +16,8 @@ from gpu_models import SHAPES, dense_peak
 from measure import ROOT
 from torch import Tensor
 
-from lightning_rl.policy.logprobs import chunk_elements, token_logprobs
+from lightning_rl.policy import logprobs as vocabulary_head
+from lightning_rl.policy.logprobs import chunk_elements, kernels_for, token_logprobs
 
 CLOCKS = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,temperature.gpu,power.draw"
 PACKAGES = ("vllm", "flash-attn", "flash-attn-3", "triton", "liger-kernel", "transformers", "trl")
@@ -122,6 +125,18 @@ def head(findings: Findings) -> None:
             if device == "cuda":
                 share = (torch.cuda.max_memory_allocated() - before) / (3 * 4 * many * shape.vocabulary)
                 findings.at_most(f"{name}, memory, of logits, softmax and gradient at once", share, 1 / 4)
+                compiled = kernels_for(hidden, weight) is not None
+                findings.at_least(f"{name}, Triton kernels compile and equal plain operations", compiled, 1)
+                with plain_head():
+                    took = seconds_of(lambda h=hidden, w=weight, t=targets: _head_pass(h, w, t), device, 2)
+                findings.figure(f"{name}, ms without Triton kernels", 1e3 * took)
+
+
+@contextmanager
+def plain_head() -> Iterator[None]:
+    """Compute the vocabulary head without its Triton kernels."""
+    with patch.object(vocabulary_head, "kernels_for", lambda *_: None):
+        yield
 
 
 def _head_inputs(vocabulary: int, width: int, tokens: int, device: str, dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 from gpu_findings import GIB, Findings, needs, needs_gpu
-from gpu_kernels import matmul_rate
+from gpu_kernels import matmul_rate, plain_head, seconds_of
 from gpu_models import CONVENTIONS, dense_peak, random_model, rows_of, update_flops
 from measure import RESULTS
 from torch.optim import AdamW
@@ -211,6 +211,9 @@ def _update(
     findings.at_least(f"{title}: entries that moved", int((update.moved.detach() != before).sum()), 1)
     if gpu:
         findings.figure(f"{title}: GiB at most", torch.cuda.max_memory_allocated() / GIB)
+        with plain_head():
+            took = seconds_of(update.step, findings.device, 1)
+        findings.figure(f"{title}: ms a step, head without Triton kernels", 1e3 * took)
     activity = ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU  # the device alone: reading takes few seconds
     _, operations = _profile(update, activity)
     parts = ", ".join(f"{kind} {took:.1f}" for kind, took in breakdown(operations).items())

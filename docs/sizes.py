@@ -14,6 +14,7 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lightning_rl.generation.vllm.vllm_engine import GPU_SHARE
+from lightning_rl.policy.activation_checkpointing import Checkpointing
 from lightning_rl.policy.logprobs import DEVICE_KEPT, chunk_of
 from lightning_rl.policy.memory import (
     ENGINE_CONTEXT,
@@ -41,13 +42,9 @@ MODELS = {  # hidden, layers, heads, key-value heads, feed-forward, vocabulary, 
 }
 DEVICES = {"24": int(23.5 * GIB), "80": int(79.1 * GIB), "141": int(139.8 * GIB)}  # names in GB, bytes as CUDA says
 NUMBERS = (1, 8)
-ORDER = (
-    (16_384, False),
-    (8192, False),
-    (16_384, True),
-    (8192, True),
-    (4096, True),
-)  # max_tokens_per_microbatch, checkpointing
+MODES: tuple[Checkpointing | None, ...] = (None, "selective", "full")  # activation_checkpointing
+ORDER = (*product((16_384, 8192), MODES[:2]), *product((16_384, 8192, 4096), MODES[2:]))  # with the token budget
+SIGNS = {None: "", "selective": "‡", "full": "†"}
 
 
 class Model(NamedTuple):
@@ -78,21 +75,21 @@ class Fit(NamedTuple):
     Attributes:
         strategy: of the Trainer.
         budget: ``max_tokens_per_microbatch``.
-        checkpointing: ``activation_checkpointing``.
+        checkpointing: ``activation_checkpointing``; None for False.
         share: ``gpu_memory_utilization``.
         split: ``tensor_parallel_size`` of the engine.
     """
 
     strategy: str
     budget: int
-    checkpointing: bool
+    checkpointing: Checkpointing | None
     share: float
     split: int
 
     def __str__(self) -> str:
         """Write a cell of the table."""
         split = f"tp{self.split}" if self.split > 1 else ""
-        settings = (self.strategy, f"{self.budget // 1024}k{'†' * self.checkpointing}", f"{self.share:.2f}", split)
+        settings = (self.strategy, f"{self.budget // 1024}k{SIGNS[self.checkpointing]}", f"{self.share:.2f}", split)
         return ", ".join(setting for setting in settings if setting)
 
 
@@ -141,7 +138,7 @@ def plan_of(model: Model, memory: int, devices: int, fit: Fit, *, lora: bool) ->
         residual=gathered,
         head=head,
         kept_logits=4 * min(max(0, logits - limit), DEVICE_KEPT * limit) * (not lora),
-        checkpointing="full" if fit.checkpointing else None,
+        checkpointing=fit.checkpointing,
         trained=not lora,
     )
     return MemoryPlan(

@@ -342,6 +342,7 @@ class BaseModule(LightningModule):
             full = self.run.max_over_ranks([checkpointing_that_fits(self) == "full"])[0]
             mode: Checkpointing = "full" if full else "selective"
             self.models.checkpoint_activations(self.required_policy, mode)
+            self.run.options = replace(self.run.options, activation_checkpointing=mode)
             rank_zero_info(f'activation_checkpointing="{mode}" (of "selective" and "full", by the estimate of memory)')
         self.shows_sample = True
 

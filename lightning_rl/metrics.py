@@ -290,12 +290,17 @@ def ends_row(log_every_n_steps: int, steps_per_rollout: int, index: int, axis: i
     return bool(log_every_n_steps) and (axis + 1) % log_every_n_steps == 0
 
 
-def log_row(trainer: Trainer, metrics: MetricLog, axis: int, *, logs: bool) -> None:
-    """Pass all metrics to Lightning's callbacks and bar after a step; if it ends a row, log it to every logger."""
+def log_row(trainer: Trainer, metrics: MetricLog, axis: int, *, logs: bool) -> dict[str, float]:
+    """Pass all metrics to Lightning's callbacks and bar after a step; if it ends a row, log it to every logger.
+
+    Returns:
+        The metrics that have a value now; Lightning's callbacks find older values of the others.
+    """
     row = metrics.row() if logs else metrics.values()
     publish(trainer, row)
     if logs:
         _write(trainer, row, axis)
+    return row
 
 
 def log_rest(trainer: Trainer, metrics: MetricLog, axis: int) -> None:

@@ -244,7 +244,7 @@ class RLLightningModule(BaseModule):
                 step.lr, step.tokens = float(optimizer.param_groups[0]["lr"]), tokens
                 with (
                     recording_nonfinite(self.trainer, cast(CurrentRollout, run.current), batch.step, step),
-                    run.lost_updates.watch([*self.required_policy.parameters()], step.lr),
+                    run.lost_updates.watch(self.required_policy.parameters(), step.lr),
                 ):
                     step.norm = parallel.step(self.required_policy, optimizer, run.accept)
             self.models.stepped = True
@@ -263,14 +263,22 @@ class RLLightningModule(BaseModule):
         return outputs
 
     def _gradient(self, step_index: StepIndex) -> StepGradient:
-        """Return the gradient of a step; repeat with half ``max_tokens_per_microbatch`` if a rank is out of memory."""
+        """Return the gradient of a step; repeat with half ``max_tokens_per_microbatch`` if a rank is out of memory.
+
+        Raises:
+            torch.OutOfMemoryError: If the step is out of memory again, or cannot be repeated; a note names the cure.
+        """
         states = self.run.corrections.states() if self.parallel.repeats_steps else None
-        gradient = self._accumulate(step_index, record_out_of_memory=states is not None)
-        if states is not None and process_maximum(int(gradient.out_of_memory)):
-            self.required_policy.zero_grad()
-            self.run.halve_microbatches(step_index, states)
-            self.seed_generators(step_index)
-            gradient = self._accumulate(step_index)
+        try:
+            gradient = self._accumulate(step_index, record_out_of_memory=states is not None)
+            if states is not None and process_maximum(int(gradient.out_of_memory)):
+                self.required_policy.zero_grad()
+                self.run.halve_microbatches(step_index, states)
+                self.seed_generators(step_index)
+                gradient = self._accumulate(step_index)
+        except torch.OutOfMemoryError as error:
+            error.add_note(self.run.memory_note())
+            raise
         return gradient
 
     def _accumulate(self, step_index: StepIndex, *, record_out_of_memory: bool = False) -> StepGradient:

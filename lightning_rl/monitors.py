@@ -100,7 +100,7 @@ def publish(trainer: Trainer, values: Mapping[str, float]) -> None:
 
     ``LightningModule.log`` would cost half a millisecond per metric and call.
     """
-    tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+    tensors = dict(zip(values, torch.tensor([*values.values()], dtype=torch.float64).unbind(), strict=True))
     trainer.callback_metrics.update(tensors)
     trainer.logged_metrics.update(tensors)
     if ON_THE_BAR in values:
@@ -191,12 +191,12 @@ def _unknown(metric: str, callback: Any, logged: Collection[str]) -> ValueError:
     )
 
 
-def check_rollout_end(trainer: Trainer, module: LightningModule) -> None:
+def check_rollout_end(trainer: Trainer, module: LightningModule, *, old: Collection[str]) -> None:
     """Let each EarlyStopping on a metric of training look at it after a rollout, since an epoch has many of them.
 
-    At the end of an epoch Lightning calls it.
+    At the end of an epoch Lightning calls it. ``old`` are metrics without a value in this rollout.
     """
     for metric, callback in monitors(trainer) if not trainer.is_last_batch else ():
         of_training = not metric.startswith(EVALUATED) and metric in trainer.callback_metrics
-        if isinstance(callback, EarlyStopping) and of_training:
+        if isinstance(callback, EarlyStopping) and of_training and metric not in old:
             callback.on_train_epoch_end(trainer, module)

@@ -278,7 +278,14 @@ class Rollout:
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Return every tensor with its name; entries of dict fields are named ``field/key``."""
-        return [entry for column in _columns(type(self)) for entry in _entries(column, getattr(self, column.name))]
+        named: list[tuple[str, Tensor]] = []
+        for name, _, _, is_mapping in _columns(type(self)):
+            value = getattr(self, name)
+            if is_mapping:
+                named += [(f"{name}/{key}", tensor) for key, tensor in value.items()]
+            elif value is not None:
+                named.append((name, value))
+        return named
 
     def state(self) -> dict[str, Tensor]:
         """Return a flat dict of tensors that loads under ``weights_only=True``."""
@@ -361,6 +368,8 @@ def concatenate(parts: Sequence[Rollout]) -> Rollout:
     """
     if not parts:
         raise ValueError("expected at least one rollout to concatenate, got none")
+    if len(parts) == 1:
+        return parts[0]
     names = [{name for name, _ in part.tensors()} for part in parts]
     if any(other != names[0] for other in names):
         raise ValueError(f"expected rollouts with the same fields, but only some have {_difference(names)}")
@@ -400,12 +409,6 @@ def _columns(kind: type[Rollout]) -> tuple[_Column, ...]:
         _Column(spec.name, spec.metadata["axes"], spec.metadata["pad"], spec.default_factory is dict)
         for spec in dataclasses.fields(kind)
     )
-
-
-def _entries(column: _Column, value: Any) -> list[tuple[str, Tensor]]:
-    if column.is_mapping:
-        return [(f"{column.name}/{key}", tensor) for key, tensor in value.items()]
-    return [] if value is None else [(column.name, value)]
 
 
 def _map(rollout: Rollout, function: Callable[[Tensor, str, float], Tensor]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -65,15 +65,19 @@ class Exhausts(RLCallback):
         self.gradients.append(torch.cat([p.grad.flatten().clone() for p in pl_module.policy.parameters()]))
 
 
-def a_module() -> RLLightningModule:
+def a_module(**options: Any) -> RLLightningModule:
     """In float64: of a gradient near 0, rounding alone says which way AdamW goes."""
     policy = partial(tiny_policy, dtype=torch.float64)
-    return tiny_module(policy=policy, minibatches_per_rollout=2, max_tokens_per_microbatch=BUDGET, max_grad_norm=None)
+    return tiny_module(
+        policy=policy, minibatches_per_rollout=2, max_tokens_per_microbatch=BUDGET, max_grad_norm=None, **options
+    )
 
 
-def run(where: str = "", limit: float = 1e9, **options: Any) -> tuple[RLLightningModule, Exhausts, Trainer]:
+def run(
+    where: str = "", limit: float = 1e9, *, saving: bool | Literal["full"] = False, **options: Any
+) -> tuple[RLLightningModule, Exhausts, Trainer]:
     """One rollout of two steps."""
-    module, exhausts = a_module(), Exhausts(where, limit)
+    module, exhausts = a_module(activation_checkpointing=saving), Exhausts(where, limit)
     callbacks = [exhausts, AdaptiveKL(0.1, as_loss=True)]
     return module, exhausts, fit(module, callbacks=callbacks, data=tiny_prompts(4, 4), **options)
 
@@ -97,12 +101,26 @@ def test_a_step_is_made_again_in_smaller_microbatches_with_the_same_gradient(
         torch.testing.assert_close(weights_of(halved)[name], weight, rtol=0, atol=1e-9)
 
 
-def test_a_step_that_does_not_fit_with_half_of_it_either_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saving", "cures"),
+    [
+        (False, 'activation_checkpointing="full" or max_tokens_per_microbatch=16'),
+        ("full", "max_tokens_per_microbatch=16"),
+        (True, 'activation_checkpointing="full" or max_tokens_per_microbatch=16'),
+    ],
+)
+def test_a_step_that_does_not_fit_with_half_of_it_either_ends_the_run_with_a_checkpoint_and_advice(
+    saving: bool | Literal["full"], cures: str, tmp_path: Path
+) -> None:
     with (
-        pytest.raises(torch.OutOfMemoryError, match="no room for"),
+        pytest.raises(torch.OutOfMemoryError, match="no room for") as caught,
         pytest.warns(UserWarning, match="repeated with max_tokens_per_microbatch=32"),
     ):
-        run("forward", 3, default_root_dir=tmp_path)
+        run("forward", 3, saving=saving, default_root_dir=tmp_path)
+    assert caught.value.__notes__[0] == (
+        "expected an optimizer step that fits into memory, got max_tokens_per_microbatch=32 and "
+        f"activation_checkpointing={saving if saving is not True else 'selective'!r}: pass {cures} to ModelOptions"
+    )
     saved = torch.load(tmp_path / INTERRUPTED, weights_only=True)
     assert saved["global_step"] == 0
     assert tuple(saved["lightning_rl"]["ranks"][0]["budget"]) == (BUDGET, BUDGET // 2), (

@@ -55,7 +55,7 @@ from lightning_rl.audit.resumed import Fingerprint, compare_with_checkpoint, for
 from lightning_rl.audit.reward_repeats import RewardWatch
 from lightning_rl.audit.sampling_statistics import KEPT_ROLLOUTS, Earlier, earlier_of, score_draws
 from lightning_rl.audit.saved import save
-from lightning_rl.audit.schedule import in_turn, part_of
+from lightning_rl.audit.schedule import OF_TRACE, in_turn, part_of, takes_turn
 from lightning_rl.audit.step_evidence import StepEvidence
 from lightning_rl.audit.subsample import some_groups, some_rows
 from lightning_rl.audit.turn_boundaries import unsampled_tokens
@@ -340,15 +340,15 @@ class _RunWatch:
 
     def checks_in_turn(self, *, of_step: bool) -> list[Check]:
         """Return the checks of this audit; all of them if they were selected by name."""
-        return in_turn(self._checks, self._place, of_step=of_step)
+        return in_turn(self._checks, self._place, self._every, of_step=of_step)
 
     @property
     def _place(self) -> int:
         """Place of this audit in the schedule, counted from 1; 1 if the checks were selected by name."""
         return self.turn if self._rotates else 1
 
-    def _looks_at(self, name: str) -> bool:
-        return any(check.name == name for check in self.checks_in_turn(of_step=False))
+    def _looks_at(self, *names: str) -> bool:
+        return any(check.name in names and takes_turn(check, self._place, self._every) for check in self._checks)
 
     def begin_step(self, step_index: StepIndex, *, audited: bool) -> None:
         """Begin an optimizer step, and with the first step a rollout."""
@@ -450,7 +450,7 @@ class _RunWatch:
     def _traces_step(self) -> bool:
         """Return True to request the trace of an optimizer step; a gradient scaler rules it out."""
         scaled = getattr(self.module.trainer.precision_plugin, "scaler", None) is not None
-        return self.audited and not scaled
+        return self.audited and not scaled and (not self._rotates or self._looks_at(*OF_TRACE))
 
     def begin_trace(self) -> bool:
         """Trace the parameters through the optimizer step that begins now, and return True to request its trace."""

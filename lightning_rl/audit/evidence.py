@@ -17,7 +17,7 @@ from lightning_rl.audit.forwards import PlainForward
 from lightning_rl.audit.prompt_watch import HeldOut, Repeats
 from lightning_rl.audit.recomputed_metrics import shaped_parts
 from lightning_rl.audit.reward_repeats import RewardReply
-from lightning_rl.audit.sampling_statistics import Draw, Earlier, Repeat, odds_of, repeats_of
+from lightning_rl.audit.sampling_statistics import Draw, Earlier, Repeat, odds_of, repeats_of, turns_of
 from lightning_rl.audit.step_evidence import RecomputedStep, StepEvidence
 from lightning_rl.audit.turn_boundaries import Written
 from lightning_rl.corrections import (
@@ -206,6 +206,11 @@ class Evidence:
         drawn, rewards = self.drawn_rewards, self.rollout.rewards
         pairs = zip(self.rollout.sample_ids.tolist(), rewards.tolist(), strict=True)
         return self.rollout.replace(rewards=rewards.new_tensor([drawn.get(sample, reward) for sample, reward in pairs]))
+
+    @cached_property
+    def turns(self) -> Mapping[int, Sequence[tuple[Request, Completion]]]:
+        """Requests and completions of each sample, turn by turn."""
+        return turns_of(self.batches)
 
     @cached_property
     def sample_repeats(self) -> list[Repeat]:

@@ -264,10 +264,10 @@ def _is_fresh(pair: Pair, number: int, filters: bool) -> bool:  # noqa: FBT001
 
 
 def _logits(model: nn.Module, pairs: Sequence[Pair]) -> Tensor:
-    """Return the logits after each token of each sample."""
+    """Return the logits after each token of each sample but its last one."""
     device = next(model.parameters()).device
     ids = [
-        torch.tensor([*request.prefix_ids, *completion.token_ids[:MAX_TOKENS]], device=device)
+        torch.tensor([*request.prefix_ids, *completion.token_ids[:MAX_TOKENS]][:-1], device=device)
         for request, completion in pairs
     ]
     return model(input_ids=nn.utils.rnn.pad_sequence(ids, batch_first=True), use_cache=False).logits

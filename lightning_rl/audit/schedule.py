@@ -4,22 +4,27 @@ from collections.abc import Sequence
 
 from lightning_rl.audit.checks import Check
 
+OF_TRACE = (
+    *("step_rows", "first_forward", "rank_denominators", "step_gradient"),
+    *("parameter_gradient", "optimizer_moves", "optimizer_rule", "logged_metrics"),
+)
+"""Checks that need the traces of every optimizer step of a rollout."""
+
 REPEATED = (
+    ("masked_values", "excluded_rows", "padding_width", "group_isolation", "reward_shift", "row_order"),
+    ("partition", "loss_padding_width", "loss_masked_values", "denominators", "sequence_decisions"),
+    ("contribution_rows", "contribution_groups", "contribution_ranks", "provided_fields", "contributions_fit"),
+    OF_TRACE,
     (
-        *("masked_values", "excluded_rows", "padding_width", "group_isolation", "reward_shift", "row_order"),
         *("advantage_direction", "reward_conservation", "token_returns"),
         *("logprob_alignment", "reference_stays", "silent_environments"),
     ),
-    (
-        *("partition", "loss_padding_width", "loss_masked_values", "denominators", "sequence_decisions"),
-        *("gradient_liveness", "loss_direction", "terms_add_up", "loss_fits", "correction_formula"),
-    ),
-    (
-        *("contribution_rows", "contribution_groups", "contribution_ranks", "provided_fields", "contributions_fit"),
-        *("metric_populations", "token_gradients", "values_ignore_temperature", "value_positions"),
-    ),
+    ("gradient_liveness", "loss_direction", "terms_add_up", "loss_fits", "correction_formula"),
+    ("metric_populations", "token_gradients", "values_ignore_temperature", "value_positions"),
 )
-"""Checks that repeat a stage of the run, so the same code in every rollout; those of a group share work."""
+"""Checks that repeat or follow a stage of the run, the same code in every rollout; those of a group share work."""
+
+PLACES = {name: place for place, group in enumerate(REPEATED) for name in group}
 
 FORMULAS = (
     *("loss_formula", "loss_needs_advantages", "value_loss_formula", "single_precision", "declared_ratio"),
@@ -34,28 +39,29 @@ def is_full(number: int) -> bool:
     return number & (number - 1) == 0
 
 
-def takes_turn(check: Check, number: int) -> bool:
+def takes_turn(check: Check, number: int, every_n_rollouts: int) -> bool:
     """Return True if a check runs at an audit, counted from 1.
 
-    Checks of formulas run at the audits 1, 2, 16, 128, ... Checks that repeat stages run at the audits 1, 2, 4, 8, ...
-    and at every third one, one group after the other. Checks of what happened in this rollout always run.
+    Checks of formulas run at the audits 1, 2, 16, 128, ... Checks that repeat or follow stages run at the audits 1, 2,
+    4, 8, ... At the others their groups take turns: one group if every rollout is audited, three if every third or
+    fewer are. Checks of what was sampled always run.
 
     Example:
         >>> from lightning_rl.audit.checks import CHECKS
-        >>> [number for number in range(1, 12) if takes_turn(CHECKS["partition"], number)]
-        [1, 2, 4, 7, 8, 10]
+        >>> [[number for number in range(1, 16) if takes_turn(CHECKS["partition"], number, every)] for every in (1, 10)]
+        [[1, 2, 4, 8, 15], [1, 2, 4, 5, 7, 8, 9, 12, 14]]
     """
     if check.name in FORMULAS:
         return number == 1 or (is_full(number) and number.bit_length() % 3 == 2)
-    resting = [group for place, group in enumerate(REPEATED) if place != number % len(REPEATED)]
-    return is_full(number) or not any(check.name in group for group in resting)
+    share, place = min(every_n_rollouts, 3), PLACES.get(check.name)
+    return is_full(number) or place is None or (place - share * number) % len(REPEATED) < share
 
 
 def part_of(number: int) -> int:
     """Return which part of the samples an audit, counted from 1, scores: all at 1, 2, 4, 8, ..., else a third."""
-    return 1 if is_full(number) else len(REPEATED)
+    return 1 if is_full(number) else 3
 
 
-def in_turn(checks: Sequence[Check], number: int, *, of_step: bool) -> list[Check]:
+def in_turn(checks: Sequence[Check], number: int, every_n_rollouts: int, *, of_step: bool) -> list[Check]:
     """Return the checks of the rollout, or of its steps, that run at an audit."""
-    return [check for check in checks if check.of_step is of_step and takes_turn(check, number)]
+    return [check for check in checks if check.of_step is of_step and takes_turn(check, number, every_n_rollouts)]

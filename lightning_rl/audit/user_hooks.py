@@ -249,7 +249,10 @@ def _norms(tensors: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:
     names, norms = list[str](), [torch.zeros(0, dtype=torch.float64)]
     for group in by_kind(tensors):
         dtype = torch.promote_types(next(iter(group.values())).dtype, torch.float32)  # float64 must not be narrowed
-        measured = [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor in group.values()]
+        measured = [  # a step count is its own norm
+            torch.linalg.vector_norm(tensor, dtype=dtype) if tensor.dim() else tensor.to(dtype)
+            for tensor in group.values()
+        ]
         names, norms = [*names, *group], [*norms, torch.stack(measured).double().cpu()]
     return names, torch.cat(norms)
 

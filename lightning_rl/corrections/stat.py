@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -30,8 +30,8 @@ class Stat:
     @staticmethod
     def of(values: Tensor, mask: Tensor | None = None) -> "Stat":
         """Return the statistics of the masked values, detached; values outside the mask are ignored, NaN included."""
-        everywhere = torch.ones_like(values, dtype=torch.bool)
-        return Stat.many({"": values}, everywhere if mask is None else mask)[""]
+        mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+        return Stat.many({"": values}, mask)[""]
 
     @staticmethod
     def many(values: Mapping[str, Tensor], mask: Bool[Tensor, "..."]) -> "dict[str, Stat]":
@@ -63,19 +63,19 @@ class Stat:
 
     def maximum(self) -> "Stat":
         """Return the same population, logged as its maximum."""
-        return replace(self, reduction="max")
+        return Stat(self.moments, "max")
 
     def std(self) -> "Stat":
         """Return the same population, logged as its unbiased standard deviation."""
-        return replace(self, reduction="std")
+        return Stat(self.moments, "std")
 
     def sum(self) -> "Stat":
         """Return the same population, logged as its sum."""
-        return replace(self, reduction="sum")
+        return Stat(self.moments, "sum")
 
     def ess(self) -> "Stat":
         """Return the same population of weights, logged as the effective sample fraction (sum w)^2 / (n sum w^2)."""
-        return replace(self, reduction="ess")
+        return Stat(self.moments, "ess")
 
     def value(self) -> float:
         """Return the number to log; NaN for an empty population."""

@@ -34,6 +34,7 @@ def packable_layers(model: nn.Module) -> list[nn.Linear]:
         for part in model.modules()
         if type(part) is nn.Linear
         and type(part.weight) is nn.Parameter  # not quantized
+        and "forward" not in vars(part)  # replaced, as by a hook of accelerate
         and (part.weight.device.type, part.weight.dtype) == ("cpu", torch.float32)
         and part.weight.numel() >= MIN_LAYER
     ]

@@ -48,6 +48,8 @@ class Answers:
     ) -> None:
         self.engine, self.logprobs, self.vocabulary, self.text = engine, logprobs, vocabulary, text
         self._name = type(engine).__name__
+        self._extras = [("token_extras", name) for name in sorted(engine.extras)]
+        self._extras += [("prompt_extras", name) for name in sorted(engine.extras & {ROUTES})]
         self._oldest: dict[int, int] = {}  # version of the engine at each open request, by id() of the request
         self._checked: dict[int, tuple[Request, Completion]] = {}  # the request is kept so that its id stays unique
         self._bad: list[tuple[int, int, str]] = []  # sample, turn, fault
@@ -155,10 +157,8 @@ class Answers:
 
     def _check_extras(self, request: Request, given: Completion) -> None:
         """Check that the response has an entry of each extra for every token, and the prompt one of its routes."""
-        names, prompt_length = self.engine.extras, len(request.prefix_ids)
-        fields = [("token_extras", name, len(given.token_ids)) for name in sorted(names)]
-        fields += [("prompt_extras", name, prompt_length) for name in sorted(names & {ROUTES})]
-        for where, name, length in fields:
+        for where, name in self._extras:
+            length = len(given.token_ids if where == "token_extras" else request.prefix_ids)
             extra = getattr(given, where).get(name)
             got = "nothing" if extra is None else str(len(extra))
             if got != str(length):

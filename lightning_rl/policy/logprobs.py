@@ -2,10 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int, UInt8
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
@@ -16,6 +20,7 @@ CPU_CHUNK = 2**25  # logits of a chunk: 128 MiB in float32
 DEVICE_SHARE = 64  # divisor of an accelerator's memory for the logits of a chunk
 CPU_KEPT, DEVICE_KEPT = 8, 2  # chunks of logits that a forward may keep: 1 GiB in float32; 1/32 of the memory
 CPU_BLOCKS, DEVICE_BLOCKS = 64, 8  # parts of a chunk for elementwise operations: in a cache; few and small temporaries
+KERNEL_TOLERANCE = 1e-2  # of a small head with kernels: far above rounding, also that of TF32 in its products
 FILTERED = -1e30  # logit of a filtered token: finite, so that 0 times it is 0
 
 
@@ -28,6 +33,7 @@ def token_logprobs(
     temperature: float = 1.0,
     soft_cap: float | None = None,
     sampling_mask: UInt8[Tensor, "A V8"] | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Float[Tensor, " A"], Float[Tensor, " A"]]:
     r"""Return the log-probability of each target and the entropy, :math:`\log\operatorname{softmax}(hW^T/\tau)`.
 
@@ -40,9 +46,10 @@ def token_logprobs(
     under adapters, the forward keeps no logits. It stores the gradient of each log-probability by its hidden state, and
     the backward of log-probabilities only scales it: two matrix products instead of three.
 
-    Elementwise operations process a chunk in 64 blocks, which stay in the cache of a CPU, and on a GPU in 8 blocks:
-    about 1,100 launches for 12,000 tokens of a vocabulary of 150,000. Temporaries take at most two blocks, 1/256 of the
-    device's memory.
+    On a GPU, where Triton compiles, one kernel of :mod:`.policy.head_kernels` reads a chunk of float32 logits in the
+    forward, and one overwrites it with its gradient in the backward: 60 launches for 12,000 tokens of a vocabulary of
+    150,000. Otherwise elementwise operations process a chunk in blocks: 64, which stay in the cache of a CPU, or 8 on a
+    GPU, 1,100 launches. Their temporaries take at most two blocks, 1/256 of the device's memory.
 
     Args:
         hidden: Last hidden state before each target, shape [A, H].
@@ -54,12 +61,14 @@ def token_logprobs(
             for no cap.
         sampling_mask: Bits of the tokens to normalize over, see :mod:`.policy.sampling_mask`, including every target;
             None for the whole vocabulary.
+        batch_invariant: True for the bits of :func:`logprobs_of`, which Triton kernels do not give.
 
     Returns:
         Log-probabilities and entropies in nats, each of shape [A].
     """
     options = temperature, soft_cap, sampling_mask, None, None, torch.is_grad_enabled()
-    return _Head.apply(hidden, weight, bias, targets, *options)[:2]
+    kernels = None if batch_invariant else kernels_for(hidden, weight)
+    return _Head.apply(hidden, weight, bias, targets, *options, kernels)[:2]
 
 
 def token_logprobs_and_kl(
@@ -88,7 +97,7 @@ def token_logprobs_and_kl(
         top_logprobs: Their log-probabilities under q; -inf for impossible ones.
     """
     options = temperature, soft_cap, sampling_mask, top_ids, top_logprobs, torch.is_grad_enabled()
-    return _Head.apply(hidden, weight, bias, targets, *options)
+    return _Head.apply(hidden, weight, bias, targets, *options, None)
 
 
 @torch.no_grad()
@@ -201,6 +210,46 @@ def exact_dtype(weight: Tensor) -> torch.dtype:
     return torch.promote_types(weight.dtype, torch.float32)
 
 
+def kernels_for(hidden: Tensor, weight: Tensor) -> ModuleType | None:
+    """Return the Triton kernels for the logits of a head: on a GPU, in float32, where they compile; otherwise None."""
+    return _compiled_kernels() if hidden.is_cuda and exact_dtype(weight) == torch.float32 else None
+
+
+@cache
+def _compiled_kernels() -> ModuleType | None:
+    """Return the Triton kernels if this process has a GPU, on which they compile and compute as plain operations do."""
+    if find_spec("triton") is None or not torch.cuda.is_available():
+        return None
+    try:
+        from lightning_rl.policy import head_kernels as kernels
+
+        difference = _largest_difference(kernels, torch.device("cuda", torch.cuda.current_device()))
+    except Exception as error:  # noqa: BLE001  of Triton's compiler: it needs a C compiler and ptxas
+        obstacle = f"{type(error).__name__}: {error}"
+    else:
+        if difference <= KERNEL_TOLERANCE:
+            return kernels
+        obstacle = f"a difference of {difference:.2g}"
+    rank_zero_warn(
+        f"expected Triton kernels of the vocabulary head that compute as torch does, got {obstacle}: the head is "
+        "computed by plain operations, which take longer. Triton needs a C compiler (CC) and ptxas (TRITON_PTXAS_PATH)"
+    )
+    return None
+
+
+def _largest_difference(kernels: ModuleType, device: torch.device) -> float:
+    """Return the largest difference of outputs and gradients of a small head with and without kernels."""
+    results, draw = list[Tensor](), torch.Generator().manual_seed(0)
+    with torch.inference_mode(mode=False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        leaves = [torch.randn(size, 4, generator=draw).to(device).requires_grad_() for size in (8, 5003)]
+        options = None, torch.arange(8, device=device), 1.0, 4.0, None, None, None, True
+        for used in (None, kernels):
+            logprobs, entropy, _ = _Head.apply(*leaves, *options, used)
+            grads = torch.autograd.grad(logprobs.sum() + entropy.sum(), leaves)
+            results.append(torch.cat([result.detach().flatten() for result in (logprobs, entropy, *grads)]))
+    return float((results[0] - results[1]).abs().max())
+
+
 class _Head(torch.autograd.Function):
     @staticmethod
     @override
@@ -216,6 +265,7 @@ class _Head(torch.autograd.Function):
         top_ids: Tensor | None,
         top_logprobs: Tensor | None,
         grad_enabled: bool,
+        kernels: ModuleType | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         logprobs, entropy, normalizer = hidden.new_empty(3, len(hidden), dtype=exact_dtype(weight)).unbind()
         other = None if top_ids is None or top_logprobs is None else _Other.of(top_ids, top_logprobs, logprobs)
@@ -224,13 +274,18 @@ class _Head(torch.autograd.Function):
         unit = torch.ones_like(logprobs) if frozen else None  # rates: d logprob / d hidden
         rates = hidden.new_empty(hidden.shape, dtype=operand.dtype) if frozen else None
         kept, keeps = list[Tensor](), grad_enabled and any(ctx.needs_input_grad) and not frozen
-        separate = kept_chunks(hidden.device) if keeps else 0
+        separate, cap = kept_chunks(hidden.device) if keeps else 0, None if soft_cap is None else soft_cap / temperature
         with torch.autocast(hidden.device.type, enabled=False):
             for part, logits in _chunks(hidden, operand, bias, temperature, soft_cap, sampling_mask, separate=separate):
                 keep = len(kept) < separate
                 kept += [logits] * keep
-                for block, raw in _blocks(part, logits):
-                    slope = None if unit is None or soft_cap is None else _cap_slope(raw, soft_cap / temperature)
+                if kernels is not None:
+                    kernels.score_rows(logits, targets[part], logprobs[part], entropy[part], normalizer[part])
+                    if unit is not None:
+                        factors = {"by_logprob": unit[part], "by_entropy": None, "cap": cap}
+                        kernels.write_gradient(logits, targets[part], normalizer[part], entropy[part], **factors)
+                for block, raw in _blocks(part, logits) if kernels is None else ():
+                    slope = None if unit is None or cap is None else _cap_slope(raw, cap)
                     scores, largest, weights, total = _subtract_largest(raw, torch.empty_like(raw) if keep else raw)
                     shift = total.log()
                     torch.add(largest[:, 0], shift, out=normalizer[block])
@@ -248,7 +303,7 @@ class _Head(torch.autograd.Function):
         saved = hidden, weight, bias, targets, normalizer, entropy, sampling_mask, rates
         ctx.save_for_backward(*saved, *((None,) * len(_Other._fields) if other is None else other))
         ctx.temperature, ctx.soft_cap, ctx.operand_dtype = temperature, soft_cap, operand.dtype
-        ctx.kept = kept
+        ctx.kept, ctx.kernels, ctx.cap = kept, kernels, cap
         ctx.set_materialize_grads(False)
         return logprobs, entropy, None if other is None else other.kl
 
@@ -261,7 +316,7 @@ class _Head(torch.autograd.Function):
         by_logprob, by_entropy, by_kl = (None if grad is None else grad.to(exact) / ctx.temperature for grad in grads)
         slopes = torch.zeros_like(entropy) if by_logprob is None else by_logprob
         if rates is not None and by_entropy is None:
-            return (rates * slopes[:, None]).to(hidden.dtype), *[None] * 9
+            return (rates * slopes[:, None]).to(hidden.dtype), *[None] * 10
         operand = weight.to(ctx.operand_dtype)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=exact) if ctx.needs_input_grad[1] else None
@@ -270,8 +325,12 @@ class _Head(torch.autograd.Function):
         options = ctx.temperature, ctx.soft_cap, sampling_mask
         with torch.autocast(hidden.device.type, enabled=False):
             for part, logits in _chunks(hidden, operand, bias, *options, kept=kept):
-                for block, scores in _blocks(part, logits):
-                    slope = None if ctx.soft_cap is None else _cap_slope(scores, ctx.soft_cap / ctx.temperature)
+                if ctx.kernels is not None:
+                    by_spread = None if by_entropy is None else by_entropy[part]
+                    factors = {"by_logprob": slopes[part], "by_entropy": by_spread, "cap": ctx.cap}
+                    ctx.kernels.write_gradient(logits, targets[part], normalizer[part], entropy[part], **factors)
+                for block, scores in _blocks(part, logits) if ctx.kernels is None else ():
+                    slope = None if ctx.cap is None else _cap_slope(scores, ctx.cap)
                     scores -= normalizer[block, None]
                     by_spread = None if by_entropy is None else by_entropy[block]
                     added = None if by_kl is None else other.logit_gradient(block, scores, by_kl[block])
@@ -290,7 +349,7 @@ class _Head(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *[None] * 7,
+            *[None] * 8,
         )
 
 

@@ -375,7 +375,7 @@ def _score(model: PreTrainedModel, states: Tensor, layout: Layout, temperature: 
     inputs = states[layout.source], head.weight, head.bias, layout.targets
     options: dict[str, Any] = {"sampling_mask": layout.sampling_mask, **_logit_options(model, temperature)}
     if layout.top_ids is None or layout.top_logprobs is None:
-        return token_logprobs(*inputs, **options)
+        return token_logprobs(*inputs, batch_invariant=is_batch_invariant(model), **options)
     return token_logprobs_and_kl(*inputs, top_ids=layout.top_ids, top_logprobs=layout.top_logprobs, **options)
 
 
@@ -395,11 +395,12 @@ def _logit_options(model: PreTrainedModel, temperature: float) -> dict[str, Any]
 
     Cohere, Granite, HyperCLOVAX, Falcon-H1 and Muse scale logits; Gemma, Muse and others cap them by a tanh.
     """
-    options = vars(model.config.get_text_config())
+    config = model.config.get_text_config()
+    options = vars(config)
     known = {name: value for name in LOGIT_OPTIONS if isinstance(value := options.get(name), int | float)}
     factors = [known.get(name, 1) for name in LOGIT_OPTIONS[:3]]
     divisor = known.get("logits_scaling", 1)
-    scale = math.prod(factors) * (divisor if model.config.get_text_config().model_type in MULTIPLY else 1 / divisor)
+    scale = math.prod(factors) * (divisor if config.model_type in MULTIPLY else 1 / divisor)
     cap = known.get("final_logit_softcapping", known.get("logits_soft_cap"))
     soft_cap = None if cap is None else cap / scale  # models with both scale before they cap
     return {"temperature": temperature / scale, "soft_cap": soft_cap}

@@ -88,8 +88,6 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
             f"expected valid_tokens to be positions of responses, got position {column[first]} of row {row[first]}, "
             f"whose response has {rows.response_lengths[row[first]]} tokens: derive it from action_mask"
         )
-    if (rows.valid_tokens & sequences.starts).any():
-        raise ValueError("expected a rewritten context to begin with tokens that were read, got a sampled token")
     tokens, drawn = _join_rows(rows, row, column)
     is_input = torch.ones_like(tokens, dtype=torch.bool)
     is_input[sequences.lengths.cumsum(0) - 1] = sequences.lengths == 1  # the only token of a sequence is an input
@@ -99,18 +97,19 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
     starts, shared, queries = lengths.cumsum(0) - lengths, None, lengths
     position = torch.arange(len(inputs), device=inputs.device) - starts.index_select(0, line)
     if packed and bool((common := common_prompts(rows, sequences)).tokens.any()):
-        own = position >= common.tokens[line]
+        own = position >= common.tokens.index_select(0, line)
         number = own.cumsum(0) - 1  # input index of each token
-        number = torch.where(own, number, number[torch.where(own, 0, starts[common.lender[line]] + position)])
+        lent = starts[common.lender].index_select(0, line) + position
+        number = torch.where(own, number, number.index_select(0, torch.where(own, 0, lent)))
         queries = lengths - common.tokens
         order = (queries * (len(inputs) + 1) + lengths).argsort(descending=True, stable=True)  # equal lengths together
-        by_sequence = order.argsort()[line].argsort(stable=True)
         order = order[: int(queries.count_nonzero())]  # the only token of a response is no query
-        keys = by_sequence[: int(lengths[order].sum())]
-        asked = number[keys[own[keys]]]
-        shared = Shared(number[keys], asked, asked.argsort())
+        keys = _spans(starts[order], lengths[order])
+        read, is_query = number.index_select(0, keys), own.index_select(0, keys)
+        shared = Shared(read, asked := read.masked_select(is_query), _inverse(asked))
         lengths, queries = lengths[order], queries[order]
-        inputs, position, source = inputs[own], position[own], number[source]
+        inputs, position = inputs.masked_select(own), position.masked_select(own)
+        source = number.index_select(0, source)
     sizes = tuple(zip(queries.tolist(), lengths.tolist(), strict=True))
     packed = shared is not None or (packed and len(set(sizes)) > 1)  # equal lengths need no packing
     if not packed:
@@ -138,6 +137,18 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
             if name in rows.token_extras
         },
     )
+
+
+def _spans(starts: Int[Tensor, " s"], lengths: Int[Tensor, " s"]) -> Int[Tensor, " N"]:
+    """Return the indices of spans, one after another; sorting a key of each token would take longer."""
+    number, shift = int(lengths.sum()), starts - (lengths.cumsum(0) - lengths)
+    return torch.arange(number, device=starts.device) + shift.repeat_interleave(lengths, output_size=number)
+
+
+def _inverse(permutation: Int[Tensor, " N"]) -> Int[Tensor, " N"]:
+    """Return the place of each index in a permutation."""
+    places = torch.arange(len(permutation), device=permutation.device)
+    return torch.empty_like(permutation).scatter_(0, permutation, places)
 
 
 def _join_rows(
@@ -190,28 +201,32 @@ class Sequences(NamedTuple):
         row: Row of each sequence.
         begin: Index of its first token, from the start of the row's prompt.
         lengths: Number of its tokens.
-        starts: True where a row's response continues with the next sequence.
     """
 
     row: Int[Tensor, " s"]
     begin: Int[Tensor, " s"]
     lengths: Int[Tensor, " s"]
-    starts: Bool[Tensor, "b T"]
 
 
 def sequences_of(rows: Rollout) -> Sequences:
-    """Return the sequences of rows, in order."""
+    """Return the sequences of rows, in order.
+
+    Raises:
+        ValueError: If a valid token begins a rewritten context.
+    """
     if TURNS not in rows.token_extras:
         lengths = rows.prompt_lengths + rows.response_lengths
         row = torch.arange(len(rows), device=lengths.device)
-        return Sequences(row, torch.zeros_like(row), lengths, torch.zeros_like(rows.action_mask))
+        return Sequences(row, torch.zeros_like(row), lengths)
     inside = torch.arange(rows.width, device=rows.response_lengths.device) < rows.response_lengths[:, None]
     starts = context_starts(rows) & inside  # padding may have any values
+    if (rows.valid_tokens & starts).any():
+        raise ValueError("expected a rewritten context to begin with tokens that were read, got a sampled token")
     row, column = functional.pad(starts, (1, 0), value=True).nonzero(as_tuple=True)
     begin = torch.where(column > 0, rows.prompt_lengths[row] + column - 1, 0)
     ends = (rows.prompt_lengths + rows.response_lengths)[row]
     follows = functional.pad(row[1:] == row[:-1], (0, 1))  # by another sequence of its row
-    return Sequences(row, begin, torch.where(follows, begin.roll(-1), ends) - begin, starts)
+    return Sequences(row, begin, torch.where(follows, begin.roll(-1), ends) - begin)
 
 
 def join_sequences(

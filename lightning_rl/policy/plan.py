@@ -24,6 +24,8 @@ class Microbatch:
 
     def to(self, device: torch.device | str) -> "Microbatch":
         """Move index and layout to ``device``."""
+        if self.index.device == torch.device(device):
+            return self
         return Microbatch(to_device(self.index, device), self.layout.to(device))
 
     def rows_of(self, rollout: Rollout) -> Rollout:
@@ -143,7 +145,8 @@ def _microbatch_rows(rollout: Rollout, rows: Int[Tensor, " b"], budget: int, *, 
                 microbatches.append([])
                 widest, filled = longest[row], numbers[row]
             microbatches[-1].append(row)
-    return [rows[microbatch].tolist() for microbatch in microbatches]
+    index = rows.tolist()
+    return [[index[row] for row in microbatch] for microbatch in microbatches]
 
 
 def _pack_groups(rows: Rollout, lengths: Int[Tensor, " b"], sequences: Sequences, budget: int) -> list[list[int]]:

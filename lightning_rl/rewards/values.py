@@ -45,9 +45,9 @@ def values_of(returned: Any, number: int) -> list[float | None]:
 
 
 def _is_number(item: Any) -> bool:
-    if isinstance(item, Tensor | np.ndarray):
-        return item.ndim == 0 and not isinstance(item.item(), complex)
-    return item is None or isinstance(item, Real | np.bool_)
+    if item is None or isinstance(item, float | Real | np.bool_):  # float first: Real is abstract, and slow to ask
+        return True
+    return isinstance(item, Tensor | np.ndarray) and item.ndim == 0 and not isinstance(item.item(), complex)
 
 
 def _float(item: Any) -> float:

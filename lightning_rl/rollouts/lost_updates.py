@@ -1,6 +1,6 @@
 """Warning of optimizer steps that are lost in the rounding of weights in half precision."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +18,14 @@ class LostUpdates:
 
     Attributes:
         rate: Learning rate of the step before.
-        measured: True after the measurement.
+        measured: True after the measurement, or if no weight is in half precision.
     """
 
     rate: float = -1.0
     measured: bool = False
 
     @contextmanager
-    def watch(self, parameters: Sequence[nn.Parameter], rate: float) -> Iterator[None]:
+    def watch(self, parameters: Iterable[nn.Parameter], rate: float) -> Iterator[None]:
         """Measure the optimizer step in the context; warn if most weights with a gradient do not move.
 
         Args:
@@ -33,14 +33,14 @@ class LostUpdates:
             rate: Learning rate of the step.
         """
         rises, self.rate = rate > self.rate, rate
-        halves = [one for one in parameters if one.requires_grad and one.dtype in (torch.bfloat16, torch.float16)]
-        if self.measured or rises or not halves:
+        if self.measured or rises:
             yield
             return
-        before = [_sample(one).clone() for one in halves]
+        halves = [one for one in parameters if one.dtype in (torch.bfloat16, torch.float16)]
+        before = [(one, _sample(one).clone()) for one in halves if one.requires_grad]
         yield
-        self.measured = True
-        pairs = [(one, old) for one, old in zip(halves, before, strict=True) if one.grad is not None]
+        self.measured = bool(before) or not halves  # frozen ones may train later
+        pairs = [(one, old) for one, old in before if one.grad is not None]
         updated = sum(int((_sample(one.grad) != 0).sum()) for one, _ in pairs)
         still = sum(int(((_sample(one.grad) != 0) & (_sample(one) == old)).sum()) for one, old in pairs)
         if updated and still > updated / 2:

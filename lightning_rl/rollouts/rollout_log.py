@@ -45,6 +45,7 @@ class RolloutLog:
         self,
         trainer: Trainer,
         number: int,
+        row: Mapping[str, float],
         figures: Mapping[str, float],
         corrections: Corrections,
         rewards: Rewards,
@@ -52,15 +53,16 @@ class RolloutLog:
         """Print the line of a rollout unless something shows it, and warn of its rewards.
 
         Args:
-            trainer: Trainer of the fit, with the metrics of the step.
+            trainer: Trainer of the fit.
             number: Number of the rollout.
+            row: Metrics after the last optimizer step of the rollout.
             figures: Metrics of the rollout over all ranks.
             corrections: Corrections of the run.
             rewards: Reward functions of the run.
         """
         now = time.monotonic()
         if not has_terminal() and not any(getattr(one, "prints_rollouts", False) for one in callbacks_of(trainer)):
-            rank_zero_info(plain_line(trainer, now - self._began))
+            rank_zero_info(plain_line(trainer.global_step, row, now - self._began))
         self._began = now
         masking = [type(callback).__name__ for callback in corrections.contributors("reward_mask", "exclude")]
         reasons = {
@@ -77,11 +79,10 @@ class RolloutLog:
                 warnings.warn(f"rollout {number}: {reason}", stacklevel=2)
 
 
-def plain_line(trainer: Trainer, seconds: float) -> str:
+def plain_line(step: int, row: Mapping[str, float], seconds: float) -> str:
     """Return step, reward, KL, length and seconds of a rollout in one line."""
-    metrics = trainer.callback_metrics
-    shown = [f"{name} {float(metrics[metric]):.4g}" for name, metric in COLUMNS.items() if metric in metrics]
-    return f"step {trainer.global_step}: {', '.join([*shown, f'{seconds:.1f} s'])}"
+    shown = [f"{name} {row[metric]:.4g}" for name, metric in COLUMNS.items() if metric in row]
+    return f"step {step}: {', '.join([*shown, f'{seconds:.1f} s'])}"
 
 
 def masked_reason(figures: Mapping[str, float], masking: list[str]) -> str:

@@ -245,7 +245,7 @@ class Sampler:
         counts = {"groups/sampled": filtered + groups - missing, "groups/filtered": filtered}
         counts |= {"groups/solved": solved, "groups/unsolved": unsolved}
         counts |= {"engine/aborted": aborted, **self._count_failures(calls, torch.cat(failed))}
-        stats = {name: Stat.single(count).sum() for name, count in counts.items()}
+        stats = {name: stat.sum() for name, stat in Stat.numbers(counts).items()}
         weighted = [call for call in calls if self.rewards.weights[call.name]]
         return ScoredGroups(concatenate(parts), stats, logged, describe_constant_calls(weighted))
 

@@ -247,6 +247,16 @@ class RunState:
             f"max_tokens_per_microbatch={budget}; pass this value to ModelOptions"
         )
 
+    def memory_note(self) -> str:
+        """Return advice for an optimizer step that does not fit into memory."""
+        mode, tokens = self.options.activation_checkpointing, self.max_tokens_per_microbatch
+        cure = "" if mode == "full" else 'activation_checkpointing="full" or '
+        return (
+            f"expected an optimizer step that fits into memory, got max_tokens_per_microbatch={tokens} and "
+            f"activation_checkpointing={mode!r}: pass {cure}max_tokens_per_microbatch={max(1, tokens // 2)} to "
+            "ModelOptions"
+        )
+
     def accept(self, norm: Tensor, *, patient: bool = False) -> bool:
         """Return True if a step with this gradient norm is to be made, and count the others.
 

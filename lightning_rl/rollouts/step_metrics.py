@@ -55,13 +55,13 @@ class StepMetrics(CoreCallback):
         run.current = run.progress.current
         axis = run.axis(batch.index)
         logs = ends_row(trainer.log_every_n_steps, pl_module.steps_per_rollout, batch.index, axis)  # pyrefly: ignore[missing-attribute]
-        log_row(trainer, run.metrics, axis, logs=logs)
+        row = log_row(trainer, run.metrics, axis, logs=logs)
         if not self._checked and not logs_itself(trainer, pl_module):
             check_names(trainer, run.metrics.names, evaluated=False)
         self._checked = True
         if batch.step == pl_module.steps_per_rollout - 1:
-            check_rollout_end(trainer, pl_module)
-            self._log.end_rollout(trainer, batch.rollout, run.rollout_figures, run.corrections, pl_module.rewards)
+            check_rollout_end(trainer, pl_module, old=run.metrics.names - row.keys())
+            self._log.end_rollout(trainer, batch.rollout, row, run.rollout_figures, run.corrections, pl_module.rewards)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:

@@ -157,11 +157,12 @@ class StopOnZeroGradient(Callback):
 
 def row_counts(rollout: Rollout) -> dict[str, Stat]:
     """Count the rows and tokens of a finished rollout, and those that are left to train on."""
-    counts = {"rows": rollout.real, "rewarded rows": rollout.rewarded, "trained tokens": rollout.valid_tokens}
-    counts |= {"excluded rows": rollout.real & ~rollout.trained}
+    masks = {"rows": rollout.real, "rewarded rows": rollout.rewarded, "trained tokens": rollout.valid_tokens}
+    masks |= {"excluded rows": rollout.real & ~rollout.trained}
     advantages = torch.zeros(()) if rollout.advantages is None else rollout.advantages
-    counts |= {"tokens with an advantage": rollout.valid_tokens & (advantages != 0)}
-    return {name: Stat.single(mask.sum()).sum() for name, mask in counts.items()}
+    masks |= {"tokens with an advantage": rollout.valid_tokens & (advantages != 0)}
+    counts = torch.stack([mask.sum() for mask in masks.values()]).tolist()
+    return {name: stat.sum() for name, stat in Stat.numbers(dict(zip(masks, counts, strict=True))).items()}
 
 
 def _reason(figures: Mapping[str, float], corrections: Corrections, constant_calls: str) -> str:

@@ -134,6 +134,14 @@ def test_a_layer_keeps_a_forward_of_its_own() -> None:
     assert layer.forward is torch.relu
 
 
+def test_a_layer_with_another_forward_is_not_packed() -> None:
+    model = large()
+    layer = model.get_submodule("model.layers.0.mlp.up_proj")
+    assert layer in packable_layers(model)
+    layer.forward = torch.relu
+    assert layer not in packable_layers(model)
+
+
 @pytest.mark.parametrize("packs", [True, False])
 def test_a_resumed_run_keeps_the_choice_of_its_checkpoint(packs: bool, tmp_path: Path) -> None:
     module, resumed, path = tiny_module(), tiny_module(), tmp_path / "step.ckpt"

@@ -187,7 +187,7 @@ def tiny_model(family: str, seed: int = 0, *, dtype: torch.dtype = torch.float64
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 4}
     shape |= {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 64}
     shape |= {"eos_token_id": EOS, "bos_token_id": None, "pad_token_id": None, "initializer_range": 0.3}
-    config = AutoConfig.for_model(family, **{**shape, **FAMILIES[family], **options})
+    config = AutoConfig.for_model(family, **{**shape, **FAMILIES.get(family, {}), **options})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from lightning_rl import RLLightningModule, SamplingParams
 from lightning_rl.generation import Completion, Request, TransformersEngine
-from lightning_rl.policy import ModelOptions, PolicyModel
+from lightning_rl.policy import ModelOptions, PolicyModel, logprobs
 from lightning_rl.policy.attention import causal_attention
 from lightning_rl.policy.batch_invariance import KEYS, BatchInvariance, blocked_attention
 from lightning_rl.policy.logprobs import logprobs_of
@@ -127,6 +127,12 @@ def test_filtered_samples_have_equal_bits() -> None:
     for row, completion in enumerate(completions):
         assert completion.logprobs is not None
         assert torch.equal(scored[row, : len(completion.logprobs)], completion.logprobs)
+
+
+def test_kernels_with_other_bits_than_the_engine_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "kernels_for", lambda *_: pytest.fail("asked for kernels"))
+    policy = PolicyModel(a_model("qwen2", torch.float32), None, temperature=0.7, packed=True, batch_invariant=True)
+    policy(pack(Rollout.of_samples([[5, 6]], [[7, 8]], groups=(0,))))
 
 
 def test_gradients_are_those_of_the_default() -> None:

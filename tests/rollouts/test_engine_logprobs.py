@@ -8,6 +8,7 @@ import pytest
 import torch
 from kit.first_step import SavesAt
 from kit.support import a_trainer, fit, recorder, tiny_module, tiny_prompts, weights_of
+from lightning.pytorch.callbacks import EarlyStopping
 from typing_extensions import override
 
 from lightning_rl import Evaluation, FakeEngine, RLCallback, Rollout, TransformersEngine
@@ -84,6 +85,17 @@ def test_rollouts_without_them_lack_field_and_metric_and_train_equally() -> None
     (every, *_), (other, present, rows) = runs
     assert present == rows == [True, False, True, False]
     assert all(torch.equal(weight, other[name]) for name, weight in every.items())
+
+
+def test_neither_the_line_of_a_rollout_nor_early_stopping_uses_the_mismatch_of_an_earlier_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stop = EarlyStopping("kl/rollout", mode="max", min_delta=10.0, patience=3)
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        trainer = fit(tiny_module(mismatch_every_n_rollouts=3), callbacks=[stop], data=tiny_prompts(64, 4))
+    assert trainer.global_step == 10  # looked at rollouts 0, 3, 6 and 9
+    lines = [line for line in caplog.messages if line.startswith("step ")]
+    assert ["kl" in line for line in lines] == [number % 3 == 0 for number in range(10)]
 
 
 def test_a_rollout_without_them_refuses_a_reader_that_does_not_declare_itself() -> None:

@@ -15,7 +15,7 @@ from lightning_rl.audit.checks.signal_checks import signal_rounding
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.recomputed_metrics import figure_of
-from lightning_rl.audit.sampling_statistics import Pair, turns_of
+from lightning_rl.audit.sampling_statistics import Pair
 from lightning_rl.corrections import REWARDS
 from lightning_rl.environments.outcome import REWARD_COLUMNS
 from lightning_rl.generation import request_seed, turn_seed
@@ -36,7 +36,7 @@ def turn_order(evidence: Evidence) -> Iterator[Finding]:
     sample.
     """
     wrong, seed = defaultdict[str, list[int]](list), evidence.facts.seed
-    for sample, turns in turns_of(evidence.batches).items():
+    for sample, turns in evidence.turns.items():
         first = turns[0][0].seed
         if [request.turn for request, _ in turns] != list(range(len(turns))):
             wrong["turns 0, 1, 2, ... of each sample"].append(sample)
@@ -159,7 +159,7 @@ def turn_limits(evidence: Evidence) -> Iterator[Finding]:
     facts, wrong = evidence.facts, defaultdict[str, list[int]](list)
     if not facts.max_turns:
         return
-    for sample, turns in turns_of(evidence.batches).items():
+    for sample, turns in evidence.turns.items():
         if len(turns) > facts.max_turns:
             wrong[f"at most {facts.max_turns} turns of a conversation"].append(sample)
         elif any(request.sampling.max_new_tokens != room for (request, _), room in _rooms(turns, facts)):

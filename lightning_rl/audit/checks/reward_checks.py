@@ -95,7 +95,7 @@ def _strange_baselines(evidence: Evidence, sums: Mapping[int, float]) -> list[in
     rollout, greedy = evidence.rollout, defaultdict[tuple[int, ...], list[float]](list)
     if GREEDY_SCORE not in rollout.extras or evidence.contributions(*ROW_REWARDS):
         return []
-    asked = {sample: pairs[0][0] for sample, pairs in turns_of(evidence.batches).items()}
+    asked = {sample: pairs[0][0] for sample, pairs in evidence.turns.items()}
     for sample, request in asked.items():
         if request.sampling.temperature == 0 and sample in sums:
             greedy[request.prefix_ids].append(sums[sample])

@@ -12,7 +12,7 @@ from lightning_rl.audit.audit_error import differences
 from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.stage_checks import repeats_itself
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.sampling_statistics import Pair, turns_of
+from lightning_rl.audit.sampling_statistics import Pair
 from lightning_rl.rollout import TURNS, FinishReason, Rollout
 from lightning_rl.utils.finding import Finding
 
@@ -27,7 +27,7 @@ def trained_tokens(evidence: Evidence) -> Iterator[Finding]:
     Each turn continues the row or its rewritten context, and tokens that the engine did not sample do not train.
     """
     rollout, wrong = evidence.rollout.to("cpu"), defaultdict[str, list[int]](list)
-    samples, rows, logprobs = turns_of(evidence.batches), list[int](), list[Tensor]()
+    samples, rows, logprobs = evidence.turns, list[int](), list[Tensor]()
     wrong["completion of each request"] += evidence.swapped_samples
     silent = torch.ones_like(rollout.action_mask) if rollout.rollout_logprobs is None else rollout.rollout_logprobs == 0
     tokens, alone = _Tokens.of(rollout), (~(rollout.action_mask | silent).all(-1)).tolist()
