@@ -82,8 +82,9 @@ def check(folder: Path, kind: str, moments: int) -> None:
                 assert torch.equal(result["weights"][name], weight), name
 
 
-def test_a_run_that_is_killed_ends_bitwise_equal(tmp_path: Path) -> None:
-    check(tmp_path, "plain", 1)
+@pytest.mark.parametrize("kind", ["plain", "ahead filtered", "two ahead filtered"])
+def test_a_run_that_is_killed_ends_bitwise_equal(kind: str, tmp_path: Path) -> None:
+    check(tmp_path, kind, 1)
 
 
 @pytest.mark.nightly

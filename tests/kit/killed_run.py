@@ -7,6 +7,7 @@ variables of torchrun or of SLURM.
 
 import os
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,26 @@ from torch.optim import AdamW
 from typing_extensions import override
 
 from kit.ranks import TIMEOUT
-from kit.support import tiny_module, tiny_prompts, weights_of
-from lightning_rl import FSDP2Strategy, RLCallback
-from lightning_rl.callbacks import AdaptiveKL, EntropyBonus, TruncatedIS
+from kit.support import EOS, tiny_module, tiny_prompts, weights_of
+from lightning_rl import FakeEngine, FSDP2Strategy, RLCallback
+from lightning_rl.callbacks import AdaptiveKL, DynamicSampling, EntropyBonus, TruncatedIS
 from lightning_rl.checkpointing import latest_checkpoint
+from lightning_rl.generation import Request
 
-RANKS = {"plain": 1, "ahead": 1, "ddp": 2, "fsdp2": 2}
+RANKS = {"plain": 1, "ahead": 1, "ahead filtered": 1, "two ahead filtered": 1, "ddp": 2, "fsdp2": 2}
 """Number of processes of each kind of run."""
+
+
+def scripted(request: Request) -> list[int]:
+    """Return some tokens that depend on the sample alone."""
+    return [2 + request.sample_id % 7, *range(2, 2 + request.sample_id % 5), EOS]
+
+
+def two_ahead() -> FakeEngine:
+    """Engine that receives weights while it generates two rollouts ahead."""
+    engine = FakeEngine(scripted)
+    engine.capabilities = replace(engine.capabilities, syncs_while_generating=True, concurrent=True)
+    return engine
 
 
 class Started(RLCallback):
@@ -45,14 +59,18 @@ class Started(RLCallback):
 def main(folder: Path, kind: str, nodes: int = 1, epochs: int = 3) -> None:
     """Runs to the end of some epochs of 16 optimizer steps."""
     torch.set_num_threads(1)
+    two = kind.startswith("two")
     module = tiny_module(
         optimizer=partial(AdamW, lr=1e-2),
         minibatches_per_rollout=2,
         epochs_per_rollout=2,
-        max_staleness=int(kind == "ahead"),
+        max_staleness=2 if two else int("ahead" in kind),
+        engine=two_ahead() if two else None,
     )
     saving = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
-    corrections = [AdaptiveKL(0.1, as_loss=True), EntropyBonus(0.01, target=1.0), TruncatedIS()]
+    corrections: list[RLCallback] = [AdaptiveKL(0.1, as_loss=True), EntropyBonus(0.01, target=1.0), TruncatedIS()]
+    if "filtered" in kind:
+        corrections.append(DynamicSampling(max_rounds=3))
     strategy: Any = "auto"
     if kind == "ddp":
         strategy = DDPStrategy(process_group_backend="gloo", timeout=TIMEOUT)
