@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import cache
 from itertools import chain
 from types import MappingProxyType
@@ -13,8 +12,8 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor
-from typing_extensions import override
 
+from lightning_rl.samples import FinishReason
 from lightning_rl.utils.device import to_device
 
 RolloutT = TypeVar("RolloutT", bound="Rollout")
@@ -33,21 +32,6 @@ SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask
 # In ``token_extras``: the k likeliest tokens of the distribution that each token was sampled from, shape [B, T, k].
 TOP_IDS, TOP_LOGPROBS = "top_ids", "top_logprobs"
 FORMER_NAMES = {"task_rewards": "rewards_by_function"}  # of fields, in older checkpoints and recordings
-
-
-class FinishReason(IntEnum):
-    """Reason why a response ended, as reported by the engine or the environment."""
-
-    STOP = 0
-    LENGTH = 1
-    ABORT = 2
-    TURNS = 3  # limit on turns in a conversation
-    FAILED = 4  # failure of the environment
-
-    @override
-    def __reduce_ex__(self, proto: Any) -> tuple[type["FinishReason"], tuple[int]]:
-        """Pickle by value; Python 3.11.0 to 3.11.3 would pickle a call of getattr, which ``weights_only`` refuses."""
-        return type(self), (self.value,)
 
 
 def field_axes(axes: str, pad: float | int = 0) -> dict[str, Any]:

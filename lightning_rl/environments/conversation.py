@@ -15,13 +15,14 @@ from typing import Any, Self, cast
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_rl.distributed import RunEndError
-from lightning_rl.environments.environment import Environment, Message, TokenEnvironment, TokenStep
+from lightning_rl.environments.environment import Environment, TokenEnvironment, TokenStep
 from lightning_rl.environments.generators import refuse_draws
 from lightning_rl.environments.outcome import DEFAULT, Outcome
 from lightning_rl.environments.validation import check_reset, check_step, name_of
 from lightning_rl.generation import Completion, Request, turn_seed
 from lightning_rl.processes.errors import TIMEOUT, CallError
 from lightning_rl.rollout import FinishReason
+from lightning_rl.samples import Message
 from lightning_rl.utils.mutation_guard import copy_plain
 
 PASSED = (KeyboardInterrupt, SIGTERMException, RunEndError)

@@ -1,0 +1,18 @@
+"""Records of a sample on its way from a row of the data to a row of a rollout."""
+
+from lightning_rl.samples.completion import Completion, FinishReason, Request
+from lightning_rl.samples.prompt import Message, Prompt
+from lightning_rl.samples.reward_call import Failure, RewardCall, Rows
+from lightning_rl.samples.sampling_params import SamplingParams
+
+__all__ = [
+    "Completion",
+    "Failure",
+    "FinishReason",
+    "Message",
+    "Prompt",
+    "Request",
+    "RewardCall",
+    "Rows",
+    "SamplingParams",
+]
