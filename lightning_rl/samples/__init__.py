@@ -4,8 +4,10 @@ from lightning_rl.samples.completion import Completion, FinishReason, Request
 from lightning_rl.samples.prompt import Message, Prompt
 from lightning_rl.samples.reward_call import Failure, RewardCall, Rows
 from lightning_rl.samples.sampling_params import SamplingParams
+from lightning_rl.samples.trajectory import PROMPT, Segment, Trajectory
 
 __all__ = [
+    "PROMPT",
     "Completion",
     "Failure",
     "FinishReason",
@@ -15,4 +17,6 @@ __all__ = [
     "RewardCall",
     "Rows",
     "SamplingParams",
+    "Segment",
+    "Trajectory",
 ]
