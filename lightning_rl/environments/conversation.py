@@ -131,9 +131,11 @@ class Transcript:
             request: Request with which the sample began; the environment may have replaced its prefix.
         """
         outcome = self.outcome
+        if request.prefix_ids != self.row.prompt_ids:
+            request = replace(request, prefix_ids=self.row.prompt_ids)
         made = Trajectory(
             prompt=prompt,
-            request=replace(request, prefix_ids=self.row.prompt_ids),
+            request=request,
             messages=outcome.messages,
             opening=outcome.opening,
             metrics=outcome.metrics,
@@ -146,7 +148,8 @@ class Transcript:
         for turn in self.row.turns:
             made = made.extend(parent, read, turn.completion)
             *before, answer = made.segments
-            made = replace(made, segments=(*before, replace(answer, reward=turn.reward)))
+            if turn.reward is not None:
+                made = replace(made, segments=(*before, replace(answer, reward=turn.reward)))
             parent, read = None if turn.rewrites else len(before), turn.reply
         rest = (Segment(token_ids=read, parent=parent),) if read else ()
         return replace(made, segments=(*made.segments, *rest), finish=self.finish)

@@ -37,7 +37,6 @@ from lightning_rl.rewards.correctness import deciding_scores
 from lightning_rl.rewards.reward_failures import RewardSummary, check_failures, report_failures, was_cut_short
 from lightning_rl.rewards.subprocess_reward import Submitted
 from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, FinishReason, Rollout, concatenate
-from lightning_rl.rollouts.collate import lay_out
 from lightning_rl.samples.seeds import GREEDY, request_seed, sample_id
 from lightning_rl.signal.masked import group_index
 from lightning_rl.utils.decoding import decode_completions
@@ -382,11 +381,8 @@ class Sampler:
     def _lay_out(
         self, asked: Sequence[tuple[Prompt, Request]], transcripts: Sequence[Transcript], *, logprobs: bool
     ) -> Rollout:
-        rows = lay_out(
-            [each.row for each in transcripts],
-            groups=[prompt.index for prompt, _ in asked],
-            sample_ids=[request.sample_id for _, request in asked],
-            finish=[each.finish for each in transcripts],
+        rows = Rollout.of(
+            [each.trajectory(*pair) for each, pair in zip(transcripts, asked, strict=True)],
             dtype=self.dtype,
             recorded=self.engine.extras,
             logprobs=logprobs,

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from kit.collate import lay_out
 
 from lightning_rl import FinishReason, Rollout, SamplingParams
 from lightning_rl.environments import ConversationRow, Outcome, Transcript, Turn
 from lightning_rl.generation import Completion, Request
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK
-from lightning_rl.rollouts.collate import lay_out
 from lightning_rl.samples import PROMPT, Prompt, Trajectory
 
 Written = tuple[Sequence[int], Sequence[int], bool, float | None]
