@@ -1,9 +1,8 @@
 """Rollout: samples of a policy with their rewards, log-probabilities and advantages."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import cache
 from itertools import chain
 from types import MappingProxyType
@@ -13,8 +12,8 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor
-from typing_extensions import override
 
+from lightning_rl.samples import FinishReason, Segment, Trajectory
 from lightning_rl.utils.device import to_device
 
 RolloutT = TypeVar("RolloutT", bound="Rollout")
@@ -33,21 +32,6 @@ SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask
 # In ``token_extras``: the k likeliest tokens of the distribution that each token was sampled from, shape [B, T, k].
 TOP_IDS, TOP_LOGPROBS = "top_ids", "top_logprobs"
 FORMER_NAMES = {"task_rewards": "rewards_by_function"}  # of fields, in older checkpoints and recordings
-
-
-class FinishReason(IntEnum):
-    """Reason why a response ended, as reported by the engine or the environment."""
-
-    STOP = 0
-    LENGTH = 1
-    ABORT = 2
-    TURNS = 3  # limit on turns in a conversation
-    FAILED = 4  # failure of the environment
-
-    @override
-    def __reduce_ex__(self, proto: Any) -> tuple[type["FinishReason"], tuple[int]]:
-        """Pickle by value; Python 3.11.0 to 3.11.3 would pickle a call of getattr, which ``weights_only`` refuses."""
-        return type(self), (self.value,)
 
 
 def field_axes(axes: str, pad: float | int = 0) -> dict[str, Any]:
@@ -176,6 +160,74 @@ class Rollout:
             trained=trained,
             rewarded=trained,
             rewards=torch.zeros(len(lengths), dtype=dtype),
+        )
+
+    @classmethod
+    def of(
+        cls: type[RolloutT],
+        trajectories: Sequence[Trajectory],
+        *,
+        dtype: torch.dtype = torch.float64,
+        recorded: Collection[str] = (),
+        logprobs: bool = False,
+        turns: bool = False,
+    ) -> RolloutT:
+        """Create a rollout with zero rewards; a row is the segments of a trajectory, in the order of the segments.
+
+        Only tokens that the policy sampled are actions and have a log-probability.
+
+        Args:
+            trajectories: One trajectory per row.
+            dtype: Dtype of log-probabilities; rewards are in float64.
+            recorded: Names of the per-token extras of segments.
+            logprobs: True if sampled segments have log-probabilities.
+            turns: True to store the turn number and the turn reward of each token.
+
+        Raises:
+            ValueError: If a sampled segment lacks values that its engine promised.
+        """
+        rows = [each.segments for each in trajectories]
+        rollout = cls.of_samples(
+            [each.request.prefix_ids for each in trajectories],
+            [list(chain.from_iterable(segment.token_ids for segment in row)) for row in rows],
+            groups=[each.prompt.index for each in trajectories],
+            sample_ids=[each.request.sample_id for each in trajectories],
+            finish=[each.finish for each in trajectories],
+        )
+        sampled = [segment for row in rows for segment in row if segment.sampled]
+        numbers = rollout.action_mask.long()
+        if turns:
+            numbers = pad_lists([_turn_numbers(row) for row in rows], torch.int64)[0]
+        actions = numbers > 0
+
+        def spread(values: Tensor, fill: float = 0) -> Tensor:
+            """Scatter one value per sampled token, concatenated over segments, to ``[B, T]``."""
+            if len(values) != (number := int(actions.sum())):
+                raise ValueError(
+                    f"expected a value for each of {number} sampled tokens from the engine, got {len(values)}"
+                )
+            return values.new_full(actions.shape, fill).masked_scatter_(actions, values)
+
+        extras = {name: _pad_extra([_extra_of(row, name) for row in rows]) for name in sorted(recorded)}
+        if turns:
+            extras |= {TURNS: numbers, TURN_REWARDS: spread(_turn_rewards(sampled))}
+        prompts = [each.prompt_extras if each.segments else None for each in trajectories]
+        lengths = rollout.prompt_lengths.tolist()
+        return rollout.replace(
+            action_mask=actions,
+            valid_tokens=actions,
+            policy_version=spread(_versions_of(sampled), -1),
+            rollout_logprobs=spread(_logprobs_of(sampled).to(dtype)) if logprobs else None,
+            token_extras=extras,
+            prompt_extras={
+                name: _pad_extra(
+                    [
+                        None if values is None else _check_extra(values, name, length)
+                        for values, length in zip(prompts, lengths, strict=True)
+                    ]
+                )
+                for name in sorted({*recorded} & {ROUTES})
+            },
         )
 
     def __len__(self) -> int:
@@ -307,6 +359,70 @@ class Rollout:
     def __reduce__(self) -> tuple[Callable[..., "Rollout"], tuple[type["Rollout"], dict[str, Tensor]]]:
         """Pickle and copy through :meth:`state`, since a read-only mapping can be neither pickled nor copied."""
         return rebuild_rollout, (type(self), self.state())
+
+
+def _turn_numbers(row: Sequence[Segment]) -> list[int]:
+    """Return the value of ``TURNS`` for each token of the segments of a row."""
+    numbers, turn = list[int](), 0
+    for segment in row:
+        turn += segment.sampled
+        number = turn if segment.sampled else -turn if segment.parent is None else 0
+        numbers += [number] * len(segment.token_ids)
+    return numbers
+
+
+def _versions_of(sampled: Sequence[Segment]) -> Int[Tensor, " A"]:
+    """Return the policy version of each sampled token."""
+    if all(len(each.versions) == 1 for each in sampled):
+        lengths = torch.tensor([len(each.token_ids) for each in sampled], dtype=torch.int64)
+        return torch.tensor([each.versions[0] for each in sampled], dtype=torch.int64).repeat_interleave(lengths)
+    versions = (each.versions * len(each.token_ids) if len(each.versions) == 1 else each.versions for each in sampled)
+    return torch.tensor(list(chain.from_iterable(versions)), dtype=torch.int64)
+
+
+def _logprobs_of(sampled: Sequence[Segment]) -> Float[Tensor, " A"]:
+    """Return the log-probability of each sampled token."""
+    known = [each.logprobs for each in sampled if each.logprobs is not None]
+    return torch.cat(known) if known else torch.zeros(0)
+
+
+def _turn_rewards(sampled: Sequence[Segment]) -> Float[Tensor, " A"]:
+    """Return the reward of each turn at its last sampled token, and 0 at the others."""
+    values: list[float] = []
+    for segment in sampled:
+        if segment.token_ids:
+            values += [*[0.0] * (len(segment.token_ids) - 1), segment.reward or 0.0]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _extra_of(row: Sequence[Segment], name: str) -> Shaped[Tensor, "L ..."] | None:
+    """Return one extra of each token of a row, 0 for tokens that were read without it; None without sampled tokens."""
+    known = [_check_extra(each.extras, name, len(each.token_ids)) for each in row if each.sampled]
+    if not known:
+        return None
+    answers = iter(known)
+    return torch.cat(
+        [
+            next(answers)
+            if each.sampled
+            else each.extras.get(name, known[0].new_zeros(len(each.token_ids), *known[0].shape[1:]))
+            for each in row
+        ]
+    )
+
+
+def _check_extra(extras: Mapping[str, Tensor], name: str, length: int) -> Shaped[Tensor, "L ..."]:
+    if name not in extras or len(extras[name]) != length:
+        got = "nothing" if name not in extras else len(extras[name])
+        raise ValueError(f"expected {name} for each of {length} tokens from the engine, got {got}")
+    return extras[name]
+
+
+def _pad_extra(values: Sequence[Tensor | None]) -> Tensor:
+    """Pad one extra of all rows to a tensor, with 0 where a row lacks it."""
+    known = next((value for value in values if value is not None), torch.zeros(0, dtype=torch.uint8))
+    empty = known.new_zeros(0, *known.shape[1:])
+    return pad_rows([empty if value is None else value for value in values], known.dtype)[0]
 
 
 def rebuild_rollout(kind: type[Rollout], state: Mapping[str, Tensor]) -> Rollout:

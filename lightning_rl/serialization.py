@@ -39,6 +39,11 @@ from lightning_rl.utils.keys import HIDDEN, hide_secrets, is_secret
 
 Plain = None | bool | int | float | str | list[Any] | dict[str, Any]
 
+FORMER_PATHS = {
+    "lightning_rl.generation.sampling_params.SamplingParams": "lightning_rl.samples.sampling_params.SamplingParams"
+}
+"""Import paths of today by those in older checkpoints and recordings."""
+
 CLASS, ARGUMENTS, NAME, PARTIAL = "class_path", "init_args", "name", "partial"
 ABSENT = "nothing"
 MAX_ITEMS = 64  # longer lists are described by length and hash
@@ -109,11 +114,14 @@ def restorable() -> Mapping[str, Any]:
     parts = [part for module in MODULES for part in _public(importlib.import_module(f"lightning_rl.{module}"))]
     for module, base in ((torch.optim, torch.optim.Optimizer), (lr_scheduler, lr_scheduler.LRScheduler)):
         parts += [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, base)]
-    return MappingProxyType({path_of(part): part for part in parts if inspect.isroutine(part) or inspect.isclass(part)})
+    known = {path_of(part): part for part in parts if inspect.isroutine(part) or inspect.isclass(part)}
+    return MappingProxyType(known | {old: known[new] for old, new in FORMER_PATHS.items()})
 
 
 def changes(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield the path and both values of each difference between two descriptions; NaN equals NaN."""
+    if isinstance(old, Mapping) and (kind := old.get(CLASS)) in FORMER_PATHS:
+        old = {**old, CLASS: FORMER_PATHS[kind]}
     if isinstance(old, Mapping) and isinstance(new, Mapping) and old.get(CLASS) == new.get(CLASS):
         for key in dict.fromkeys([*old, *new]):
             below = path if key == ARGUMENTS else f"{path}.{key}".removeprefix(".")

@@ -305,6 +305,9 @@ def old_name(key: str) -> str:
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     """Return the keys whose values differ, or that only one of two runs has."""
+    from lightning_rl.serialization import FORMER_PATHS
+
+    old = {key: FORMER_PATHS.get(value, value) for key, value in old.items()}
     new = {old_name(key): value for key, value in new.items()}
     return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
 

@@ -39,7 +39,7 @@ from lightning_rl import (
 )
 from lightning_rl.callbacks import OPSM, ReferenceKL
 from lightning_rl.data import PromptDataset
-from lightning_rl.serialization import describe, restore
+from lightning_rl.serialization import changes, describe, restore
 from lightning_rl.signal.kl import k3
 from lightning_rl.signal.masked import local_sum
 from lightning_rl.signal.reductions import token_mean
@@ -81,7 +81,7 @@ def test_plain_values_stay_and_others_become_plain() -> None:
 def test_an_object_is_what_its_constructor_took() -> None:
     sampling = {"temperature": 1.0, "top_k": 0, "top_p": 0.5, "min_p": 0.0, "max_new_tokens": 8}
     assert describe(SamplingParams(top_p=0.5, max_new_tokens=8)) == {
-        "class_path": "lightning_rl.generation.sampling_params.SamplingParams",
+        "class_path": "lightning_rl.samples.sampling_params.SamplingParams",
         "init_args": {**sampling, "stop": [], "eos_token_ids": None},
     }
 
@@ -325,6 +325,13 @@ def test_builders_and_plain_values_are_restored(value: Any) -> None:
     assert describe(restore(describe(value))) == describe(value)
 
 
+def test_a_class_that_has_moved_is_the_one_of_older_checkpoints() -> None:
+    now: Any = describe(SamplingParams(top_p=0.5))
+    old = {**now, "class_path": "lightning_rl.generation.sampling_params.SamplingParams"}
+    assert restore(old) == SamplingParams(top_p=0.5)
+    assert list(changes({"sampling": old}, {"sampling": now})) == []
+
+
 def test_restored_values_equal_the_described_ones() -> None:
     assert restore(describe(ClippedSurrogate(clip_high=0.28))) == ClippedSurrogate(clip_high=0.28)
     assert vars(restore(describe(OPSM(0.5)))) == vars(OPSM(0.5))
@@ -338,7 +345,7 @@ def test_restored_values_equal_the_described_ones() -> None:
         {"partial": "os.system", "args": ["true"], "keywords": {}},
         {"class_path": "subprocess.Popen", "init_args": {"args": ["true"]}},
         {"name": "lightning_rl.optimizers.import_module"},
-        {"partial": "lightning_rl.generation.engine.hashlib.new", "args": [], "keywords": {}},
+        {"partial": "lightning_rl.samples.seeds.hashlib.new", "args": [], "keywords": {}},
         {"class_path": "lightning_rl.optimizers.warmup_then_linear", "init_args": {"warmup": 1, "total": 2}},
         {"name": "kit.support.tiny_policy"},
         {"partial": "lightning_rl.processes.worker.answer", "args": [None, b"pickled"], "keywords": {}},

@@ -11,8 +11,8 @@ from lightning_rl.cli.output import say
 from lightning_rl.data import StepIndex
 from lightning_rl.evaluation.records import write_records
 from lightning_rl.reporting.loggers import log_samples
-from lightning_rl.rewards.reward_call import Failure, RewardCall
 from lightning_rl.rewards.reward_failures import report_failures
+from lightning_rl.samples import Failure, RewardCall
 from lightning_rl.utils.terminal import dump_visible, visible
 
 

@@ -22,11 +22,12 @@ from lightning_rl.data.row_schema import TOOLS, own_variables
 from lightning_rl.environments import Action, Environment, ObjectEnvironment, ToolEnvironment
 from lightning_rl.environments.messages import REWRITTEN, message_of
 from lightning_rl.environments.parsing import truncated_parser
-from lightning_rl.environments.run_environments import STARTS, Environments, environment_of
+from lightning_rl.environments.run_environments import Environments, environment_of
 from lightning_rl.environments.tools import schemas_of
-from lightning_rl.generation import Completion, request_seed
+from lightning_rl.generation import Completion
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import FinishReason
+from lightning_rl.samples.seeds import environment_seed
 from lightning_rl.utils.keys import hide_secrets
 from lightning_rl.utils.mutation_guard import copy_plain
 from lightning_rl.utils.seeding import fork_generators
@@ -185,7 +186,7 @@ def _play(
     made: Any = environment_of(new)
     if not getattr(_owner_of(made), "replayable", True):
         raise ValueError(NOT_REPLAYABLE)
-    seed = request_seed(environments.seed, 0, STARTS + conversation.group)
+    seed = environment_seed(environments.seed, conversation.group)
     parts.append(Part(_plain(made.reset(copy_plain(dict(conversation.row)), seed))))
     yield
     for turn, (request, completion) in enumerate(conversation.turns):

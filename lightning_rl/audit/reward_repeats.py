@@ -16,9 +16,9 @@ from lightning_rl.audit.copies import copy_apart
 from lightning_rl.audit.outside import refuse_outside
 from lightning_rl.audit.subsample import calls_again
 from lightning_rl.rewards import RewardCall, SubprocessReward
-from lightning_rl.rewards.reward_call import Rows
 from lightning_rl.rewards.scoring import return_alone
 from lightning_rl.rewards.values import values_of
+from lightning_rl.samples import Rows
 from lightning_rl.utils.keys import hide_secrets
 from lightning_rl.utils.seeding import fork_generators, seed_everything
 

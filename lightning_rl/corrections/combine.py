@@ -15,6 +15,7 @@ from lightning_rl.corrections.trace import StepTrace
 from lightning_rl.corrections.view import LossView
 from lightning_rl.distributed import ALONE, Collectives
 from lightning_rl.rollout import Rollout, RolloutT
+from lightning_rl.samples import Completion, Request, RewardCall
 from lightning_rl.signal.masked import masked_fill_invalid
 from lightning_rl.signal.rounded_sum import rounded_sum
 from lightning_rl.utils.arguments import check_numbers
@@ -227,12 +228,12 @@ class Corrections:
         for _ in self._each("observe", rollout):
             pass
 
-    def observe_generated(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+    def observe_generated(self, pairs: Sequence[tuple[Request, Completion]]) -> None:
         """Call ``observe_generated`` with the requests and completions of the engine."""
         for callback in self._contributors["observe_generated"]:
             self._ask(callback, "observe_generated", tuple(pairs), shown=lambda: _pair_tensors(pairs))
 
-    def observe_rewards(self, rollout: Rollout, calls: Sequence[Any]) -> None:
+    def observe_rewards(self, rollout: Rollout, calls: Sequence[RewardCall]) -> None:
         """Call ``observe_rewards`` with the samples of one round and the calls of the reward functions."""
         for _ in self._each("observe_rewards", rollout, calls):
             pass
@@ -341,7 +342,7 @@ PLAIN_RETURNS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _pair_tensors(pairs: Sequence[tuple[Any, Any]]) -> Fields:
+def _pair_tensors(pairs: Sequence[tuple[Request, Completion]]) -> Fields:
     """Return the tensors of completions; names contain the sample."""
     tensors: list[tuple[str, Tensor]] = []
     for request, completion in pairs:

@@ -17,6 +17,7 @@ from lightning_rl.corrections.trace import StepTrace
 from lightning_rl.corrections.view import LossView
 from lightning_rl.distributed import ALONE, Collectives
 from lightning_rl.rollout import Rollout
+from lightning_rl.samples import Completion, Request, RewardCall
 from lightning_rl.signal.reductions import Reduction
 from lightning_rl.signal.reward_domain import RewardDomain
 from lightning_rl.utils.naming import CheckedNames
@@ -234,15 +235,15 @@ class RLCallback(CheckedNames, Callback):
         """Return statistics of a microbatch, before any masking, with the same keys at every call."""
         raise NotImplementedError
 
-    def observe_generated(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+    def observe_generated(self, pairs: Sequence[tuple[Request, Completion]]) -> None:
         """Observe pairs of requests and completions of the engine, in order; none for samples from a checkpoint."""
 
-    def observe_rewards(self, rollout: Rollout, calls: Sequence[Any]) -> None:
+    def observe_rewards(self, rollout: Rollout, calls: Sequence[RewardCall]) -> None:
         """Observe the samples of one round with their rewards, before masks and filters.
 
         Args:
             rollout: Samples of the round.
-            calls: One :class:`lightning_rl.rewards.RewardCall` per reward function.
+            calls: One per reward function.
         """
 
     def observe(self, rollout: Rollout) -> None:

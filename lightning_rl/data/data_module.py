@@ -15,12 +15,12 @@ from typing_extensions import override
 
 from lightning_rl.corrections import Stat
 from lightning_rl.data.dataset import PromptDataset
-from lightning_rl.data.encoding import TooLong
-from lightning_rl.data.prompt import LengthOf, Prompt
+from lightning_rl.data.encoding import LengthOf, TooLong
 from lightning_rl.data.prompt_stream import PromptStream
 from lightning_rl.data.row_schema import CONTINUES, ColumnCheck, PromptForm
 from lightning_rl.data.sources import PromptSource, is_hugging_face, open_source
 from lightning_rl.data.step_loader import StepIndex, StepLoader
+from lightning_rl.samples import Prompt
 from lightning_rl.utils.arguments import check_bools, check_counts, refuse_other_names
 from lightning_rl.utils.library_hooks import LibraryHooks, check_overrides
 from lightning_rl.utils.naming import in_words

@@ -8,11 +8,11 @@ from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.data.data_fingerprint import fingerprint_of
-from lightning_rl.data.encoding import Encoder, TooLong, check_limits
-from lightning_rl.data.prompt import LengthOf, Prompt
+from lightning_rl.data.encoding import Encoder, LengthOf, TooLong, check_limits
 from lightning_rl.data.row_schema import ColumnCheck, PromptForm, Reading
 from lightning_rl.data.rows import SourceRows
 from lightning_rl.data.sources import PromptSource, is_hugging_face, open_source
+from lightning_rl.samples import Prompt
 from lightning_rl.utils.template_date import TODAY
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import lru_cache
@@ -14,12 +14,16 @@ from transformers.utils import get_json_schema
 
 from lightning_rl.data.dropped_parts import dropped_parts, mark_messages, moved_parts
 from lightning_rl.data.row_schema import CONTINUES, TOOLS, VARIABLES, PromptForm, Reading, is_token_ids
+from lightning_rl.samples import Prompt
 from lightning_rl.utils.arguments import check_choices, check_counts
 from lightning_rl.utils.chat_rendering import apply_template
 from lightning_rl.utils.naming import in_words
 from lightning_rl.utils.template_date import FIXED, TODAY, TemplateDate
 
 TooLong = Literal["error", "drop"]
+
+LengthOf = Callable[[Prompt], int | None]
+"""Function from a prompt to the number of tokens with which its conversation begins; None for its token ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.data.prompt import Prompt
 from lightning_rl.data.row_schema import TOOLS, VARIABLES, is_token_ids
+from lightning_rl.samples import Prompt
 from lightning_rl.utils.decoding import ROLES
 from lightning_rl.utils.finding import Finding
 

@@ -4,15 +4,7 @@ from lightning_rl.environments.chat_template import Bridge, BridgeError
 from lightning_rl.environments.conversation import Conversation, ConversationLimits, ConversationRow, Transcript, Turn
 from lightning_rl.environments.conversation_options import Conversations
 from lightning_rl.environments.driver import Opening, converse
-from lightning_rl.environments.environment import (
-    Action,
-    Environment,
-    Message,
-    StepResult,
-    TokenEnvironment,
-    TokenStep,
-    ToolCall,
-)
+from lightning_rl.environments.environment import Action, Environment, StepResult, TokenEnvironment, TokenStep, ToolCall
 from lightning_rl.environments.json_calls import JsonParser
 from lightning_rl.environments.messages import MessageEnvironment
 from lightning_rl.environments.outcome import EnvironmentReward, Outcome
@@ -24,6 +16,7 @@ from lightning_rl.environments.parsing import (
     parser_for,
 )
 from lightning_rl.environments.tools import JsonTool, ObjectEnvironment, ToolEnvironment
+from lightning_rl.samples import Message
 
 __all__ = [
     "Action",

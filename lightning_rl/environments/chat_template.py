@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.data.dropped_parts import dropped_parts, moved_parts
-from lightning_rl.environments.environment import Message
+from lightning_rl.samples import Message
 from lightning_rl.utils.chat_rendering import apply_template
 from lightning_rl.utils.template_date import TODAY
 

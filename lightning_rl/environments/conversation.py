@@ -15,13 +15,14 @@ from typing import Any, Self, cast
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_rl.distributed import RunEndError
-from lightning_rl.environments.environment import Environment, Message, TokenEnvironment, TokenStep
+from lightning_rl.environments.environment import Environment, TokenEnvironment, TokenStep
 from lightning_rl.environments.generators import refuse_draws
 from lightning_rl.environments.outcome import DEFAULT, Outcome
 from lightning_rl.environments.validation import check_reset, check_step, name_of
 from lightning_rl.generation import Completion, Request, turn_seed
 from lightning_rl.processes.errors import TIMEOUT, CallError
 from lightning_rl.rollout import FinishReason
+from lightning_rl.samples import PROMPT, Message, Prompt, Segment, Trajectory
 from lightning_rl.utils.mutation_guard import copy_plain
 
 PASSED = (KeyboardInterrupt, SIGTERMException, RunEndError)
@@ -121,6 +122,37 @@ class Transcript:
         turn = Turn(request=request, completion=completion)
         row = ConversationRow(prompt_ids=request.prefix_ids, turns=(turn,))
         return cls(row=row, finish=completion.finish, outcome=Outcome(answer=completion.token_ids))
+
+    def trajectory(self, prompt: Prompt, request: Request) -> Trajectory:
+        """Return the conversation as segments.
+
+        Args:
+            prompt: Row of the data.
+            request: Request with which the sample began; the environment may have replaced its prefix.
+        """
+        outcome = self.outcome
+        if request.prefix_ids != self.row.prompt_ids:
+            request = replace(request, prefix_ids=self.row.prompt_ids)
+        made = Trajectory(
+            prompt=prompt,
+            request=request,
+            messages=outcome.messages,
+            opening=outcome.opening,
+            metrics=outcome.metrics,
+            environment=outcome.environment,
+            environment_reward=outcome.reward,
+            seconds=outcome.seconds,
+        )
+        parent: int | None = PROMPT
+        read: tuple[int, ...] = ()
+        for turn in self.row.turns:
+            made = made.extend(parent, read, turn.completion)
+            *before, answer = made.segments
+            if turn.reward is not None:
+                made = replace(made, segments=(*before, replace(answer, reward=turn.reward)))
+            parent, read = None if turn.rewrites else len(before), turn.reply
+        rest = (Segment(token_ids=read, parent=parent),) if read else ()
+        return replace(made, segments=(*made.segments, *rest), finish=self.finish)
 
     @property
     def pairs(self) -> list[tuple[Request, Completion]]:

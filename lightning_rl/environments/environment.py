@@ -6,16 +6,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from lightning_rl.rollout import FinishReason
+from lightning_rl.samples import FinishReason, Message
 from lightning_rl.utils.arguments import check_numbers
 from lightning_rl.utils.naming import CheckedNames
 
 LIMITS_REACHED, FAILURES = {"cut_by_turns", "cut_by_tokens"}, {"failed", "retries", "timeouts"}
 RESERVED = {"turns", "tokens", "rewritten", "reward", "logprob"} | LIMITS_REACHED | FAILURES
 """Names of the metrics of every conversation."""
-
-Message = Mapping[str, Any]
-"""Chat message as in templates: ``role``, ``content``, optional ``tool_calls``, ``name``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

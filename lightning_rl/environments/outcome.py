@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from lightning_rl.distributed import RunEndError
-from lightning_rl.environments.environment import Message
+from lightning_rl.samples import Message
 from lightning_rl.utils.arguments import check_numbers
 from lightning_rl.utils.terminal import visible, write_visible
 

@@ -17,10 +17,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import ResponseParser
 from typing_extensions import override
 
-from lightning_rl.environments.environment import Action, Message, ToolCall
+from lightning_rl.environments.environment import Action, ToolCall
 from lightning_rl.environments.json_calls import UNREAD, JsonParser, function_in, read_call, with_unread_call
 from lightning_rl.environments.thoughts import ThoughtParser
 from lightning_rl.rewards.optional_imports import require
+from lightning_rl.samples import Message
 from lightning_rl.utils.decoding import decode_completions
 
 HERMES = "hermes"

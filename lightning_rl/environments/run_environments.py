@@ -14,7 +14,7 @@ from lightning_rl.data.row_schema import CONTINUES, TOOLS, is_token_ids
 from lightning_rl.environments.chat_template import KINDS, Bridge, BridgeError
 from lightning_rl.environments.conversation import Conversation, ConversationLimits, close_quietly
 from lightning_rl.environments.driver import Opening
-from lightning_rl.environments.environment import Environment, Message, TokenEnvironment
+from lightning_rl.environments.environment import Environment, TokenEnvironment
 from lightning_rl.environments.generators import refuse_draws
 from lightning_rl.environments.messages import MessageEnvironment
 from lightning_rl.environments.outcome import DEFAULT, REWARD_COLUMNS
@@ -22,7 +22,9 @@ from lightning_rl.environments.parsing import QUESTION, AnswerParser, ParserSour
 from lightning_rl.environments.tools import ObjectEnvironment, Tool, ToolEnvironment, begins_itself, schemas_of
 from lightning_rl.environments.validation import environment_of
 from lightning_rl.environments.workers import RemoteEnvironment, WorkerPool
-from lightning_rl.generation import Request, request_seed
+from lightning_rl.generation import Request
+from lightning_rl.samples import Message
+from lightning_rl.samples.seeds import environment_seed
 from lightning_rl.utils.mutation_guard import copy_plain
 from lightning_rl.utils.naming import name_of
 
@@ -31,7 +33,6 @@ Factory = Callable[[], Any]
 
 EnvironmentSource = Factory | Mapping[str, Factory]
 MEASURED = 64  # maximum number of resets before the first rollout, to measure their messages
-STARTS = 2**61  # start of the seeds of environments, far from those of samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ class Environments:
         row = copy_plain({**prompt.columns, "prompt": prompt.content})
         try:
             with refuse_draws(f"environment {name}"):
-                return len(self.in_tokens(made, prompt).reset(row, request_seed(self.seed, 0, STARTS + prompt.index)))
+                return len(self.in_tokens(made, prompt).reset(row, environment_seed(self.seed, prompt.index)))
         except (Exception, SystemExit):  # noqa: BLE001  its conversation reports it
             return None
         finally:
@@ -158,7 +159,7 @@ class Environments:
         row, name = {**prompt.columns, "prompt": prompt.content}, self.name_for(prompt)
         make = self._maker(name)
         conversation = Conversation(None, request, self.limits, name, lambda: self.in_tokens(make(), prompt))
-        return Opening(conversation, row, request_seed(self.seed, 0, STARTS + prompt.index))
+        return Opening(conversation, row, environment_seed(self.seed, prompt.index))
 
     def _maker(self, name: str) -> Factory:
         """Return the function that creates the environment of a conversation, for each try."""

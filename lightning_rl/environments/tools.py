@@ -18,9 +18,10 @@ from transformers.utils.chat_template_utils import get_json_schema
 from typing_extensions import override
 
 from lightning_rl.data.row_schema import tool_schema
-from lightning_rl.environments.environment import Action, Environment, Message, StepResult, ToolCall
+from lightning_rl.environments.environment import Action, Environment, StepResult, ToolCall
 from lightning_rl.processes.errors import CallError
 from lightning_rl.rewards.optional_imports import require
+from lightning_rl.samples import Message
 from lightning_rl.utils.arguments import check_counts
 from lightning_rl.utils.event_loop import EventLoop
 from lightning_rl.utils.naming import name_of

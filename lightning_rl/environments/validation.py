@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from lightning_rl.data.row_schema import content_cure
-from lightning_rl.environments.environment import Environment, Message, StepResult, TokenEnvironment, TokenStep
+from lightning_rl.environments.environment import Environment, StepResult, TokenEnvironment, TokenStep
 from lightning_rl.environments.tools import ObjectEnvironment, has_schema
+from lightning_rl.samples import Message
 
 REPLY_ROLES = ("user", "tool")
 CONTEXT_ROLES = ("system", "developer", *REPLY_ROLES, "assistant")

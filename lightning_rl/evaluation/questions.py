@@ -1,6 +1,5 @@
 """Questions: an evaluation with encoded prompts and resolved options."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,8 +14,7 @@ from lightning_rl.policy.build import eos_ids_of
 from lightning_rl.rewards import Rewards
 from lightning_rl.rewards.correctness import check_correct_by
 from lightning_rl.rollouts.sample import SampleRequests
-
-IDS = 2**40  # number of sample ids reserved for each evaluation
+from lightning_rl.samples.seeds import EVALUATION, evaluation_seed, sample_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +50,7 @@ class Questions:
         requests = [
             Request(
                 prefix_ids=prompt.token_ids,
-                sample_id=number * IDS + prompt.index * self.samples + place,
+                sample_id=sample_id(prompt.index, place, self.samples, first=number * EVALUATION),
                 seed=evaluation_seed(seed, self.name, prompt.index, place),
                 sampling=self.sampling,
             )
@@ -60,21 +58,6 @@ class Questions:
             for place in range(self.samples)
         ]
         return SampleRequests(prompts=prompts, requests=requests)
-
-
-def evaluation_seed(run_seed: int, name: str, prompt: int, sample: int) -> int:
-    """Return a 31-bit seed of one sample of an evaluation.
-
-    It does not depend on batches, ranks or the step, so validations of one run differ by the weights only.
-
-    Example:
-        >>> evaluation_seed(0, "a", 0, 0) == evaluation_seed(0, "a", 0, 0)
-        True
-        >>> len({evaluation_seed(0, name, 0, place) for name in "ab" for place in range(2)})
-        4
-    """
-    identity = repr(("evaluation", run_seed, name, prompt, sample)).encode()
-    return int.from_bytes(hashlib.blake2b(identity, digest_size=4).digest(), "big") >> 1
 
 
 def questions_of(

@@ -22,10 +22,10 @@ from lightning_rl.evaluation.questions import Questions
 from lightning_rl.evaluation.records import Record, number_or_none, records_of, write_records
 from lightning_rl.evaluation.tally import COLUMNS, Tally
 from lightning_rl.rewards.correctness import deciding_scores
-from lightning_rl.rewards.reward_call import RewardCall
 from lightning_rl.rewards.reward_failures import report_failures
 from lightning_rl.rollout import FinishReason, Rollout
 from lightning_rl.rollouts.sample import Sampler
+from lightning_rl.samples import RewardCall
 
 BOUND = re.compile(r"@\d+_(low|high)$")  # bounds of intervals, NaN where their metric is
 NOT_SHOWN = frozenset({"reward/missing", "length/truncated"})  # metrics not logged for validation prompts

@@ -1,21 +1,13 @@
 """Engines: token ids in, token ids with log-probabilities and finish reasons out."""
 
-from lightning_rl.generation.engine import (
-    Capabilities,
-    Completion,
-    Engine,
-    EngineError,
-    EngineState,
-    Request,
-    request_seed,
-    turn_seed,
-)
+from lightning_rl.generation.engine import Capabilities, Engine, EngineError, EngineState
 from lightning_rl.generation.fake import FakeEngine
-from lightning_rl.generation.sampling_params import SamplingParams
 from lightning_rl.generation.transformers import TransformersEngine
 from lightning_rl.generation.vllm.server_engine import VLLMServerEngine
 from lightning_rl.generation.vllm.vllm_engine import VLLMEngine
 from lightning_rl.generation.weights.canary import Canary, CanaryError
+from lightning_rl.samples import Completion, Request, SamplingParams
+from lightning_rl.samples.seeds import request_seed, turn_seed
 
 __all__ = [
     "Canary",

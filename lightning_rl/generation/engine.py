@@ -1,97 +1,25 @@
-"""Interface between the training loop and an engine: requests, completions, capabilities and states."""
+"""Interface between the training loop and an engine: exchange of requests, capabilities and states."""
 
-import hashlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeVar
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.distributed import process_objects
 from lightning_rl.generation.in_flight import InFlight
-from lightning_rl.generation.sampling_params import SamplingParams
 from lightning_rl.policy.module_values import ModuleValues
-from lightning_rl.rollout import FinishReason
+from lightning_rl.samples import Completion, Request
 
 Value = TypeVar("Value")
 LINGER = 5.0  # seconds that a round waits for late requests, so that a batch hardly depends on timing
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One sample to generate. Its random numbers come from its own seed, so they do not depend on its batch.
-
-    Args:
-        prefix_ids: Token ids to continue, at least one.
-        sample_id: Id of the sample, unchanged when it is retried.
-        seed: Seed of 31 bits, see :func:`request_seed`.
-        sampling: Sampling parameters; ``eos_token_ids`` may be empty, but not None.
-        turn: Number of the turn in a conversation.
-        rollout: Number of the rollout; where requests queue, those of the lowest rollout come first.
-
-    Raises:
-        ValueError: If there is no prompt, or ``eos_token_ids`` is None.
-    """
-
-    prefix_ids: tuple[int, ...]
-    sample_id: int
-    seed: int
-    sampling: SamplingParams
-    turn: int = 0
-    rollout: int = 0
-
-    def __post_init__(self) -> None:
-        """Check that there are a prompt and EOS ids."""
-        if not self.prefix_ids:
-            raise ValueError(f"expected a prompt of at least one token for sample {self.sample_id}, got none")
-        if self.sampling.eos_token_ids is None:
-            raise ValueError(f"expected eos_token_ids, which may be empty, for sample {self.sample_id}, got None")
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end the response, in ascending order."""
-        return tuple(self.sampling.eos_token_ids or ())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """Response to a request.
-
-    Args:
-        token_ids: Ids of the response, with EOS if it was sampled.
-        logprobs: Log-probability of each token under the distribution it was sampled from, float32; None if not
-            requested.
-        finish: Reason for the end; ABORT for a failed sample, which does not train.
-        version: Version of the weights when the request was sent.
-        versions: Version of the weights of each token, if a sync came in between; None if all are ``version``.
-        token_extras: Further data of each token by name, [L, ...]; see :meth:`Engine.select_extras`.
-        prompt_extras: Further data of each prompt token by name, [P, ...].
-        sample_id: Id of the request's sample, by which a wrong order is detected; None if unknown.
-
-    Raises:
-        ValueError: If the number of versions differs from that of tokens.
-    """
-
-    token_ids: tuple[int, ...]
-    logprobs: Float[Tensor, " L"] | None
-    finish: FinishReason
-    version: int
-    versions: tuple[int, ...] | None = None
-    token_extras: Mapping[str, Shaped[Tensor, "L ..."]] = field(default_factory=dict)
-    prompt_extras: Mapping[str, Shaped[Tensor, "P ..."]] = field(default_factory=dict)
-    sample_id: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check the number of versions."""
-        if self.versions is not None and len(self.versions) != len(self.token_ids):
-            raise ValueError(f"expected a version for each of {len(self.token_ids)} tokens, got {len(self.versions)}")
 
 
 class EngineError(RuntimeError):
@@ -400,28 +328,3 @@ def give_all(exchange: Exchange, requests: Sequence[Request], completions: Seque
     """Pass on the completions of several requests, in order."""
     for request, completion in zip(requests, completions, strict=True):
         exchange.give(request, completion)
-
-
-def request_seed(run_seed: int, rollout: int, sample_id: int) -> int:
-    """Return a 31-bit seed that depends on the request alone.
-
-    Example:
-        >>> request_seed(0, 0, 0) == request_seed(0, 0, 0), request_seed(0, 0, 0) == request_seed(0, 0, 1)
-        (True, False)
-    """
-    return _hash((run_seed, rollout, sample_id, 0))
-
-
-def turn_seed(first: int, turn: int) -> int:
-    """Return the 31-bit seed of a turn of a conversation, derived from the seed of its first turn, turn 0.
-
-    Example:
-        >>> turn_seed(5, 0), turn_seed(5, 1) == turn_seed(5, 1), turn_seed(5, 1) == turn_seed(5, 2)
-        (5, True, False)
-    """
-    return first if turn == 0 else _hash(("turn", first, turn))
-
-
-def _hash(identity: tuple[str | int, ...]) -> int:
-    digest = hashlib.blake2b(repr(identity).encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") >> 1

@@ -8,8 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_rl.generation.engine import Completion, Engine, Request
-from lightning_rl.generation.sampling_params import SamplingParams
+from lightning_rl.generation.engine import Engine
 from lightning_rl.policy import PolicyModel, pack
 from lightning_rl.policy.batch_invariance import BatchInvariance, is_batch_invariant
 from lightning_rl.policy.compilation import has_compilation
@@ -28,6 +27,7 @@ from lightning_rl.policy.module_values import (
 )
 from lightning_rl.policy.text_model import backbone_of
 from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS, Rollout
+from lightning_rl.samples import Completion, Request, SamplingParams
 
 DISTRIBUTION = frozenset((TOP_IDS, TOP_LOGPROBS))  # extras that the engine has to record
 LOCATED = 4  # rows with the largest differences, of which the values of modules are compared

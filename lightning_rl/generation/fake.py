@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.generation.engine import Completion, Engine, Request
+from lightning_rl.generation.engine import Engine
 from lightning_rl.rollout import FinishReason
+from lightning_rl.samples import Completion, Request
 
 Script = Callable[[Request], Completion | Sequence[int]]
 

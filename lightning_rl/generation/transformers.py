@@ -19,9 +19,9 @@ from typing_extensions import override
 
 from lightning_rl.generation.cache import VLLM_DRAWS, KVCache, cache_argument
 from lightning_rl.generation.decode_extras import DecodeExtras
-from lightning_rl.generation.engine import Capabilities, Completion, Engine, Request
+from lightning_rl.generation.engine import Capabilities, Engine
 from lightning_rl.generation.packed_weights import packable_layers, packed_weights, packing_pays
-from lightning_rl.generation.sampling_params import RowFilters, SamplingParams, in_units
+from lightning_rl.generation.sampling_params import RowFilters, in_units
 from lightning_rl.generation.weights.canary import Canary, canary_of
 from lightning_rl.policy.batch_invariance import BatchInvariance, is_batch_invariant
 from lightning_rl.policy.compilation import without_compilation
@@ -33,6 +33,7 @@ from lightning_rl.policy.module_values import DecodedPositions, ModuleValues, re
 from lightning_rl.policy.probe_weights import probe_weights
 from lightning_rl.policy.text_model import backbone_of
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK, TOP_IDS, TOP_LOGPROBS, FinishReason
+from lightning_rl.samples import Completion, Request, SamplingParams
 from lightning_rl.utils.arguments import check_counts
 
 COMPACT_BELOW = 0.75  # share of live rows below which finished rows are dropped; 0.5 to 0.9 measure the same

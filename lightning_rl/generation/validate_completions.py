@@ -15,8 +15,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from lightning_rl.generation.engine import Completion, Engine, EngineError, Request
+from lightning_rl.generation.engine import Engine, EngineError
 from lightning_rl.rollout import ROUTES, FinishReason
+from lightning_rl.samples import Completion, Request
 
 ROUNDING = 1e-3  # nats by which rounding may lift the log-probability of a certain token above 0
 MAX_REFUSED = 0.1  # share of the completions; a single faulty sample is always tolerated

@@ -12,7 +12,7 @@ from lightning_rl.rewards.math_match import MathMatch
 from lightning_rl.rewards.number_match import NumberMatch
 from lightning_rl.rewards.regex_match import RegexMatch
 from lightning_rl.rewards.repetition import Repetition
-from lightning_rl.rewards.reward_call import Failure, Reward, RewardCall
+from lightning_rl.rewards.reward_call import Reward
 from lightning_rl.rewards.reward_failures import RewardError
 from lightning_rl.rewards.reward_model import RewardModel
 from lightning_rl.rewards.sandbox import Sandbox, SandboxResult, SandboxUnavailable
@@ -23,6 +23,7 @@ from lightning_rl.rewards.tag_format import TagFormat
 from lightning_rl.rewards.text import text_of
 from lightning_rl.rewards.token_f1 import TokenF1
 from lightning_rl.rewards.verl_reward import VerlReward
+from lightning_rl.samples import Failure, RewardCall
 
 __all__ = [
     "AnswerMatch",

@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_rl.rewards.reward_call import RewardCall
 from lightning_rl.rewards.scoring import may_read
+from lightning_rl.samples import RewardCall
 from lightning_rl.utils.terminal import visible
 
 SHOWN = 80  # characters of a value

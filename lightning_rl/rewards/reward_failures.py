@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from lightning_rl.distributed import RunEndError
 from lightning_rl.processes.timeouts import CLOCK
-from lightning_rl.rewards.reward_call import Failure, RewardCall
+from lightning_rl.samples import Failure, RewardCall
 from lightning_rl.utils.terminal import visible, write_visible
 
 FOLDER = "failed_rewards"

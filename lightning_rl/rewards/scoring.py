@@ -20,10 +20,11 @@ from torch import Tensor
 from transformers import TrainerState
 
 from lightning_rl.processes.timeouts import CLOCK, RewardTimeoutError, remaining
-from lightning_rl.rewards.reward_call import CallStyle, Failure, Notes, Reward, RewardCall, Rows, completion_form
+from lightning_rl.rewards.reward_call import CallStyle, Notes, Reward, completion_form
 from lightning_rl.rewards.subprocess_reward import Submitted, SubprocessReward
 from lightning_rl.rewards.text import column_of
 from lightning_rl.rewards.values import InvalidRewardError, values_of
+from lightning_rl.samples import Failure, RewardCall, Rows
 from lightning_rl.signal.rounded_sum import rounded_sum
 from lightning_rl.utils.arguments import check_numbers, check_rows
 from lightning_rl.utils.event_loop import EventLoop

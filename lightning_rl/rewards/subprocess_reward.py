@@ -19,8 +19,9 @@ from transformers import TrainerState
 from lightning_rl.processes.errors import DEATH, LOADING, CallError
 from lightning_rl.processes.pool import Pool, dump
 from lightning_rl.processes.timeouts import CLOCK, RewardTimeoutError
-from lightning_rl.rewards.reward_call import EXTRAS, CallStyle, Failure, Notes, Reward, Rows
+from lightning_rl.rewards.reward_call import EXTRAS, CallStyle, Notes, Reward
 from lightning_rl.rewards.values import InvalidRewardError, values_of
+from lightning_rl.samples import Failure, Rows
 from lightning_rl.utils.arguments import check_counts, check_numbers
 from lightning_rl.utils.naming import name_of
 

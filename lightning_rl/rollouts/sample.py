@@ -28,7 +28,7 @@ from lightning_rl.environments.outcome import (
     reward_columns,
 )
 from lightning_rl.environments.run_environments import Environments
-from lightning_rl.generation import Completion, Engine, EngineError, Request, SamplingParams, request_seed
+from lightning_rl.generation import Completion, Engine, EngineError, Request, SamplingParams
 from lightning_rl.generation.validate_completions import Answers
 from lightning_rl.policy.sampling_mask import holds
 from lightning_rl.rewards import RewardCall, Rewards
@@ -37,11 +37,9 @@ from lightning_rl.rewards.correctness import deciding_scores
 from lightning_rl.rewards.reward_failures import RewardSummary, check_failures, report_failures, was_cut_short
 from lightning_rl.rewards.subprocess_reward import Submitted
 from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, FinishReason, Rollout, concatenate
-from lightning_rl.rollouts.collate import lay_out
+from lightning_rl.samples.seeds import GREEDY, request_seed, sample_id
 from lightning_rl.signal.masked import group_index
 from lightning_rl.utils.decoding import decode_completions
-
-GREEDY_IDS = 2**62  # first sample id of greedy completions; larger than that of any sample that trains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,7 +324,7 @@ class Sampler:
         if not (self.greedy_baseline if baseline is None else baseline):
             return SampleRequests(prompts=prompts, requests=requests, logprobs=logprobs)
         greedy = replace(self.sampling, temperature=0.0)
-        baselines = self._requests(prompts, number, 1, greedy, first_id=GREEDY_IDS)
+        baselines = self._requests(prompts, number, 1, greedy, first=GREEDY)
         return SampleRequests(prompts=prompts, requests=requests, greedy=baselines, logprobs=logprobs)
 
     def reads_logprobs(self, number: int) -> bool:
@@ -336,18 +334,20 @@ class Sampler:
         return read and self.engine.capabilities.returns_logprobs
 
     def _requests(
-        self, prompts: Sequence[Prompt], number: int, size: int, sampling: SamplingParams, first_id: int = 0
+        self, prompts: Sequence[Prompt], number: int, size: int, sampling: SamplingParams, first: int = 0
     ) -> list[Request]:
-        ids = [(prompt, first_id + prompt.index * size + place) for prompt in prompts for place in range(size)]
+        ids = [
+            (prompt, sample_id(prompt.index, place, size, first=first)) for prompt in prompts for place in range(size)
+        ]
         return [
             Request(
                 prefix_ids=prompt.token_ids,
-                sample_id=sample_id,
-                seed=request_seed(self.seed, number, sample_id),
+                sample_id=each,
+                seed=request_seed(self.seed, number, each),
                 sampling=sampling,
                 rollout=number,
             )
-            for prompt, sample_id in ids
+            for prompt, each in ids
         ]
 
     def generate_together(self, requests: SampleRequests) -> Samples:
@@ -381,11 +381,8 @@ class Sampler:
     def _lay_out(
         self, asked: Sequence[tuple[Prompt, Request]], transcripts: Sequence[Transcript], *, logprobs: bool
     ) -> Rollout:
-        rows = lay_out(
-            [each.row for each in transcripts],
-            groups=[prompt.index for prompt, _ in asked],
-            sample_ids=[request.sample_id for _, request in asked],
-            finish=[each.finish for each in transcripts],
+        rows = Rollout.of(
+            [each.trajectory(*pair) for each, pair in zip(transcripts, asked, strict=True)],
             dtype=self.dtype,
             recorded=self.engine.extras,
             logprobs=logprobs,

@@ -11,9 +11,10 @@ from typing_extensions import override
 
 from adapters.foreign import load
 from lightning_rl.environments.adapters.gym import begin
-from lightning_rl.environments.environment import Action, Environment, Message, StepResult
+from lightning_rl.environments.environment import Action, Environment, StepResult
 from lightning_rl.environments.tools import result_of
 from lightning_rl.processes.errors import CallError
+from lightning_rl.samples import Message
 from lightning_rl.utils.arguments import check_texts
 
 UNREADABLE = (ValueError, TypeError, LookupError, ArithmeticError, SyntaxError, RecursionError)

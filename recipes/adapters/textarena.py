@@ -10,8 +10,9 @@ from typing_extensions import override
 
 from adapters.foreign import check_name, check_options, load
 from lightning_rl.environments.adapters.gym import begin
-from lightning_rl.environments.environment import Action, Environment, Message, StepResult
+from lightning_rl.environments.environment import Action, Environment, StepResult
 from lightning_rl.environments.generators import OwnGenerators
+from lightning_rl.samples import Message
 
 PLAYER = 0
 NOTHING_NEW = "It is your turn."

@@ -20,7 +20,7 @@ from lightning_rl.advantages import GAEOverTurns
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty, RouterReplay, TruncatedIS
 from lightning_rl.rollout import TURNS, context_starts
-from lightning_rl.rollouts.collate import lay_out
+from lightning_rl.rollouts.sample import Sampler
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*pre-optimization state.*:UserWarning", "ignore:The dirpath has changed:UserWarning"
@@ -148,14 +148,17 @@ def test_routes_of_experts_are_those_of_each_context(environment: type[Echo]) ->
     assert_close(found[drawn], rollout.require("rollout_logprobs")[drawn].double(), atol=1e-5, rtol=0)
 
 
-def lose_marks(rows: Any, **options: Any) -> Rollout:
-    rollout = lay_out(rows, **options)
+lay_out = Sampler._lay_out  # noqa: SLF001
+
+
+def lose_marks(*rows: Any, **options: Any) -> Rollout:
+    rollout = lay_out(*rows, **options)
     extras = rollout.token_extras
     return rollout.replace(token_extras={**extras, TURNS: extras[TURNS].clamp(min=0)})
 
 
-def mark_too_late(rows: Any, **options: Any) -> Rollout:
-    rollout = lay_out(rows, **options)
+def mark_too_late(*rows: Any, **options: Any) -> Rollout:
+    rollout = lay_out(*rows, **options)
     turns = rollout.token_extras[TURNS]
     later = torch.where(context_starts(rollout), 0, turns)
     return rollout.replace(token_extras={**rollout.token_extras, TURNS: later})
@@ -169,8 +172,8 @@ def read_on(rollout: Rollout) -> Tensor:
 @pytest.mark.parametrize(
     ("place", "fault", "check"),
     [
-        ("lightning_rl.rollouts.sample.lay_out", lose_marks, "trained_tokens"),
-        ("lightning_rl.rollouts.sample.lay_out", mark_too_late, "trained_tokens"),
+        ("lightning_rl.rollouts.sample.Sampler._lay_out", lose_marks, "trained_tokens"),
+        ("lightning_rl.rollouts.sample.Sampler._lay_out", mark_too_late, "trained_tokens"),
         ("lightning_rl.policy.packing.context_starts", read_on, "logprob_alignment"),
     ],
     ids=["marks that are lost", "marks one too late", "contexts that read on"],

@@ -17,8 +17,8 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl import Evaluation, FakeEngine, PromptDataModule, RLLightningModule, SamplingParams, TransformersEngine
 from lightning_rl.data import PromptDataset
-from lightning_rl.evaluation.questions import IDS
 from lightning_rl.generation import Request
+from lightning_rl.samples.seeds import EVALUATION
 
 EOS, A, B = 1, 2, 3
 SCRIPT = {  # by evaluation, prompt and sample; the reward is 1 for an odd number of tokens
@@ -38,7 +38,7 @@ def several(**options: Any) -> Evaluation:
 
 
 def scripted(request: Request) -> Sequence[int]:
-    place = request.sample_id % IDS
+    place = request.sample_id % EVALUATION
     if request.sampling.temperature == 0:
         return SCRIPT["greedy"][place][0]
     return SCRIPT["several"][place // 4][place % 4]
@@ -70,7 +70,7 @@ def test_a_greedy_evaluation_and_pass_at_k_in_one_run_draw_each_sample_once(stag
     engine = module.engine
     assert isinstance(engine, FakeEngine)
     asked = [request.sample_id for request in engine.requests]
-    assert sorted(asked) == [0, 1, *range(IDS, IDS + 12)]
+    assert sorted(asked) == [0, 1, *range(EVALUATION, EVALUATION + 12)]
 
 
 def test_the_requests_of_a_batch_go_to_the_engine_together() -> None:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rl.generation.sampling_params import RowFilters, SamplingParams
+from lightning_rl.generation.sampling_params import RowFilters
+from lightning_rl.samples import SamplingParams
 
 CHANCES = [0.4, 0.1, 0.3, 0.15, 0.05]
 

@@ -16,7 +16,7 @@ from typing import Any
 from kit.support import EOS, VOCABULARY, tiny_policy, tiny_tokenizer
 from lightning_rl import FakeEngine
 from lightning_rl.cli.recipes import load_recipe
-from lightning_rl.generation.engine import Request
+from lightning_rl.samples import Request
 from lightning_rl.translation.trl import from_trl
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,8 +16,8 @@ from kit.support import fit, parity_reward, tiny_module, tiny_prompts, weights_o
 from lightning_rl import PromptDataModule, RLLightningModule
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.rewards import RewardError
-from lightning_rl.rewards.reward_call import Failure, RewardCall
 from lightning_rl.rewards.reward_failures import RewardSummary, check_failures, report_failures
+from lightning_rl.samples import Failure, RewardCall
 
 ROWS = 16  # of a rollout
 

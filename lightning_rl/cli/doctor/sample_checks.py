@@ -16,11 +16,12 @@ from lightning_rl.policy import make_plan
 from lightning_rl.policy.logprobs import logprob_tolerance
 from lightning_rl.processes.timeouts import CLOCK, RewardTimeoutError
 from lightning_rl.rewards import Rewards
-from lightning_rl.rewards.reward_call import Rows, completion_form
+from lightning_rl.rewards.reward_call import completion_form
 from lightning_rl.rewards.scoring import return_alone
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.first_sample import first_sample
 from lightning_rl.rollouts.logprob_passes import add_logprobs
+from lightning_rl.samples import Rows
 from lightning_rl.utils.finding import Finding
 
 MAX_TRUNCATED, MAX_FLAT, MAX_MISSING = 0.5, 0.9, 0.1

@@ -8,8 +8,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from lightning_rl.environments.environment import Action, Environment, Message, StepResult
+from lightning_rl.environments.environment import Action, Environment, StepResult
 from lightning_rl.environments.generators import OwnGenerators
+from lightning_rl.samples import Message
 
 
 def begin(row: Mapping[str, Any], text: str) -> Sequence[Message]:

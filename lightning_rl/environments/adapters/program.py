@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lightning_rl.environments.adapters.completion_server import Line, Question
-from lightning_rl.environments.environment import RESERVED, Message, TokenStep
+from lightning_rl.environments.environment import RESERVED, TokenStep
 from lightning_rl.rollout import FinishReason
+from lightning_rl.samples import Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

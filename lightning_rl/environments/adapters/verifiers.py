@@ -18,9 +18,9 @@ from typing import Any
 from lightning_rl.distributed import RunEndError
 from lightning_rl.environments.adapters.completion_server import CompletionServer, Line
 from lightning_rl.environments.adapters.program import ProgramEnvironment, ProgramResult
-from lightning_rl.environments.environment import Message
 from lightning_rl.environments.tools import LOOP
 from lightning_rl.processes.errors import CallError
+from lightning_rl.samples import Message
 from lightning_rl.utils.arguments import check_counts, check_numbers
 
 POLICY = "policy"

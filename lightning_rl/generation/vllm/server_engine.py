@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_rl.distributed import failing_together, process_count, process_objects
-from lightning_rl.generation.engine import Capabilities, Completion, Engine, EngineError, Exchange, Request
+from lightning_rl.generation.engine import Capabilities, Engine, EngineError, Exchange
 from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.discovery import Listing, ServerList
@@ -36,6 +36,7 @@ from lightning_rl.generation.weights import weight_stream
 from lightning_rl.generation.weights.canary import Canary, canary_of
 from lightning_rl.policy.text_model import check_text_only
 from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS
+from lightning_rl.samples import Completion, Request
 from lightning_rl.utils.arguments import check_counts, check_numbers
 from lightning_rl.utils.http import read_url
 

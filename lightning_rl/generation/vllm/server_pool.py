@@ -10,11 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from lightning_rl.generation.engine import EngineError, Request
+from lightning_rl.generation.engine import EngineError
 from lightning_rl.generation.vllm.scheduler import Places, Seat, Server
 from lightning_rl.generation.vllm.server_client import Sample, ServerClient
 from lightning_rl.generation.vllm.weight_push import Proof, WeightPush
 from lightning_rl.generation.weights.weight_stream import Shape
+from lightning_rl.samples import Request
 from lightning_rl.utils.http import LOOP, Cancelled, Refused, Unanswered
 
 LOG = logging.getLogger(__name__)

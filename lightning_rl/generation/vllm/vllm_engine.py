@@ -22,14 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_rl.distributed import process_count
-from lightning_rl.generation.engine import (
-    Capabilities,
-    Completion,
-    Engine,
-    EngineError,
-    Exchange,
-    Request,
-)
+from lightning_rl.generation.engine import Capabilities, Engine, EngineError, Exchange
 from lightning_rl.generation.vllm import internals
 from lightning_rl.generation.vllm.lora_adapter import Adapter
 from lightning_rl.generation.vllm.output_extras import (
@@ -48,6 +41,7 @@ from lightning_rl.policy.memory import GIB, EngineRoom
 from lightning_rl.policy.model import carries_state
 from lightning_rl.policy.module_values import ModuleValues
 from lightning_rl.policy.text_model import check_text_only
+from lightning_rl.samples import Completion, Request
 from lightning_rl.utils.arguments import check_bools, check_counts, check_numbers
 
 CPU_CACHE = 2**30  # bytes of KV cache; by default vLLM takes nearly all memory of the machine

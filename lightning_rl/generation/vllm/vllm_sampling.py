@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_rl.generation.engine import Request
 from lightning_rl.rollout import FinishReason
+from lightning_rl.samples import Request
 
 COLDEST = 0.01  # vLLM silently raises a lower temperature above 0 to this
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}

@@ -16,11 +16,11 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_rl.generation.engine import Engine, Request
-from lightning_rl.generation.sampling_params import SamplingParams
+from lightning_rl.generation.engine import Engine
 from lightning_rl.policy import PolicyModel, pack
 from lightning_rl.policy.expert_routes import count_experts, count_unvisited_experts
 from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS, Rollout
+from lightning_rl.samples import Request, SamplingParams
 from lightning_rl.utils.arguments import check_counts
 
 SEED = 0  # seed of the fixed tokens

@@ -9,6 +9,7 @@ import lightning_rl.algorithm
 import lightning_rl.audit.evidence
 import lightning_rl.module
 import lightning_rl.policy.attention
+import lightning_rl.rollout
 import lightning_rl.rollouts.estimate_signal
 import lightning_rl.update
 from faults import parts, patches
@@ -21,7 +22,6 @@ from lightning_rl.corrections import Corrections
 from lightning_rl.distributed import Parallel
 from lightning_rl.policy import FrozenModel, PolicyModel
 from lightning_rl.rewards import Rewards
-from lightning_rl.rollouts import collate
 from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.signal.kl import k3
 from lightning_rl.update import StepWeights
@@ -35,7 +35,7 @@ FAULTS: tuple[Fault, ...] = (
         "rollout log-probabilities in bfloat16",
         "stage generate",
         check="trained_tokens",
-        patches=[after(collate, "_logprobs", patches.in_bfloat16)],
+        patches=[after(lightning_rl.rollout, "_logprobs_of", patches.in_bfloat16)],
     ),
     engine("version read after the response", lambda: parts.Altering(completion=parts.a_version_late), check="answers"),
     rows("a sample counted twice", lambda r: r.replace(sample_ids=r.sample_ids // 2 * 2), check="sample_conservation"),

@@ -1,4 +1,4 @@
-"""Collation of completions into the rows of a rollout; tokens of an environment are not actions."""
+"""Rows of a rollout from conversations, by a second way than `Rollout.of`; tests compare the two."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, zip_longest

@@ -1,8 +1,11 @@
-"""Prompt: a prompt with its index in the stream."""
+"""Prompt: a prompt with its index in the stream; messages of chats."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+Message = Mapping[str, Any]
+"""Chat message as in templates: ``role``, ``content``, optional ``tool_calls``, ``name``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,3 @@ class Prompt:
     columns: Mapping[str, Any]
     variables: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     data_columns: tuple[str, ...] = field(default=(), repr=False, compare=False)
-
-
-LengthOf = Callable[[Prompt], int | None]
-"""Function from a prompt to the number of tokens with which its conversation begins; None for its token ids."""

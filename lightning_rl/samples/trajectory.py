@@ -1,0 +1,131 @@
+"""Trajectories: the segments of tokens of one sample, in the order in which they were made."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from lightning_rl.samples.completion import Completion, FinishReason, Request
+from lightning_rl.samples.prompt import Message, Prompt
+
+PROMPT = -1
+"""Parent of the segments that follow the prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Tokens that the policy sampled, or read, in one piece: 12 ids, sampled, 12 log-probabilities, version 7.
+
+    Args:
+        token_ids: Token ids; sampled ones with EOS.
+        parent: Index of the segment that it follows, :data:`PROMPT` for the prompt, or None for a new context, which
+            follows nothing.
+        sampled: True if the policy sampled the tokens.
+        logprobs: Log-probability of each sampled token, float32; None if not requested.
+        versions: Version of the weights, one for all tokens or one per token; empty for tokens that were read.
+        finish: Reason for the end of sampled tokens.
+        reward: Reward of the turn that the segment ends, or None.
+        extras: Further data of each token by name, [L, ...].
+    """
+
+    token_ids: tuple[int, ...]
+    parent: int | None
+    sampled: bool = False
+    logprobs: Float[Tensor, " L"] | None = None
+    versions: tuple[int, ...] = ()
+    finish: FinishReason | None = None
+    reward: float | None = None
+    extras: Mapping[str, Shaped[Tensor, "L ..."]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One sample: sample 515 of prompt 64, three segments, finish STOP, environment reward 1.0.
+
+    Args:
+        prompt: Row of the data.
+        request: Request of the first turn, whose prefix is the prompt of the row in a rollout.
+        segments: Segments in the order in which they were made; empty for a sample that has not begun.
+        finish: Reason for the end.
+        messages: Messages of the conversation, if the environment uses them.
+        opening: Number of messages before the first answer.
+        metrics: Metrics of the environment, summed over turns.
+        environment: Name of the environment in metrics; empty without one.
+        environment_reward: Sum of the environment's rewards, or None.
+        seconds: Seconds spent in the environment.
+        prompt_extras: Further data of each prompt token by name, [P, ...].
+
+    Example:
+        >>> from lightning_rl.samples import SamplingParams
+        >>> prompt = Prompt(index=64, token_ids=(3, 4), content=[3, 4], columns={})
+        >>> sampling = SamplingParams(eos_token_ids=[1])
+        >>> wanted = Trajectory(
+        ...     prompt=prompt, request=Request(prefix_ids=(3, 4), sample_id=515, seed=9, sampling=sampling)
+        ... )
+        >>> answer = Completion(token_ids=(5, 1), logprobs=None, finish=FinishReason.STOP, version=7)
+        >>> told = wanted.extend(PROMPT, (), answer).extend(0, (8, 9), answer)
+        >>> [(segment.token_ids, segment.parent) for segment in told.segments], told.branches()
+        ([((5, 1), -1), ((8, 9), 0), ((5, 1), 1)], [(0, 1, 2)])
+    """
+
+    prompt: Prompt
+    request: Request
+    segments: tuple[Segment, ...] = ()
+    finish: FinishReason = FinishReason.STOP
+    messages: tuple[Message, ...] = ()
+    opening: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    environment: str = ""
+    environment_reward: float | None = None
+    seconds: float = 0.0
+    prompt_extras: Mapping[str, Shaped[Tensor, "P ..."]] = field(default_factory=dict)
+
+    def extend(self, parent: int | None, read: Sequence[int], completion: Completion) -> "Trajectory":
+        """Return the trajectory with tokens that were read after segment ``parent``, and the completion of them.
+
+        The completion's values of prompt tokens belong to the segments of its prefix: those of ``read`` to its segment,
+        and that of the last token of ``parent``, which became an input only now, to the end of that segment.
+
+        Args:
+            parent: Index of the last segment, :data:`PROMPT`, or None if ``read`` is a new context.
+            read: Token ids of the environment; may be empty.
+            completion: Completion of the prefix that ends with ``read``.
+        """
+        segments, values = list(self.segments), completion.prompt_extras
+        if parent is not None and parent != PROMPT and segments[parent].token_ids:
+            last, begins = segments[parent], {name: len(value) - len(read) for name, value in values.items()}
+            ends = {name: values[name][begin - 1 : begin] for name, begin in begins.items() if name in last.extras}
+            extras = {name: torch.cat([last.extras[name][:-1], end]) for name, end in ends.items()}
+            segments[parent] = replace(last, extras={**last.extras, **extras})
+        if read:
+            later = {name: value[len(value) - len(read) :] for name, value in values.items()}
+            segments.append(Segment(token_ids=tuple(read), parent=parent, extras=later))
+            parent = len(segments) - 1
+        answer = Segment(
+            token_ids=completion.token_ids,
+            parent=parent,
+            sampled=True,
+            logprobs=completion.logprobs,
+            versions=completion.versions or (completion.version,),
+            finish=completion.finish,
+            extras=completion.token_extras,
+        )
+        return replace(
+            self,
+            segments=(*segments, answer),
+            finish=completion.finish,
+            prompt_extras=self.prompt_extras if self.segments else values,
+        )
+
+    def branches(self) -> list[tuple[int, ...]]:
+        """Return the indices of the segments from each root to a leaf, in the order of the leaves."""
+        parents = {segment.parent for segment in self.segments}
+        found = list[tuple[int, ...]]()
+        for place in (place for place in range(len(self.segments)) if place not in parents):
+            path = [place]
+            while (parent := self.segments[path[-1]].parent) is not None and parent != PROMPT:
+                path.append(parent)
+            found.append(tuple(reversed(path)))
+        return found
