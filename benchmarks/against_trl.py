@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jsonargparse import auto_cli
@@ -77,10 +77,12 @@ def compare(report: Report, bar: Bar, python: Path, rounds: int) -> None:
                 each.step()
     whole = {name: each.tail("whole", rounds) for name, each in sides.items()}
     report.table(f"{cell.title}: {sides[TRL].expected} tokens", whole, base=TRL)
-    rows = [
-        (name, *(f"{median(each.tail(phase, rounds).cpu):.4f}" for phase in PHASES)) for name, each in sides.items()
+    rows: list[Any] = [
+        (name, *(f"{median(each.tail(phase, rounds).cpu):.4f}" for phase in PHASES), f"{each.peak / 2**30:.2f}")
+        for name, each in sides.items()
     ]
-    report.rows(f"{cell.title}: CPU seconds by phase", ("", *PHASES), rows)
+    report.rows(f"{cell.title}: CPU seconds by phase", ("", *PHASES, "peak GiB"), rows)
+    report.bound(f"{cell.title}: peak memory, library / TRL", sides[OURS].peak / sides[TRL].peak, at_most=1.0)
     for name in list(whole)[1:]:
         of_trl = whole[TRL].of_all(whole[name])
         report.rows(f"{cell.title}: TRL / {name}", ("", "median", "least", "most"), list(_spread(of_trl)))

@@ -1,6 +1,7 @@
 """Generation of the same requests by the embedded engine, ``model.generate`` and vLLM, beside what forwards alone take.
 
     python benchmarks/generation.py
+    python benchmarks/generation.py --model FOLDER    # packed against plain weights, for responses of at most 32 tokens
 
 Lengths are equal, long and equal, or skewed as those of a reasoning model are: most responses short, a few as long as
 allowed. "forward alone" makes the forwards of the live rows with the embedded engine's cache, and draws nothing. Every
@@ -14,13 +15,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from statistics import median
 
 import torch
+from against_trl import MIXES
 from jsonargparse import auto_cli
 from measure import MIN_ROUNDS, Report, take_turns
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessorList, PreTrainedModel
-from workload import EOS, PAD, PROMPT, ScriptedLengths
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
+from workload import EOS, PAD, PROMPT, ScriptedLengths, lengths_of
 
 from lightning_rl import Engine, SamplingParams, TransformersEngine, VLLMEngine
 from lightning_rl.generation import Request
@@ -47,13 +57,15 @@ def llama() -> PreTrainedModel:
     return LlamaForCausalLM(config).eval()
 
 
-def requests_of(lengths: Sequence[int]) -> list[Request]:
-    """Return one request per length, with distinct prompts and no EOS."""
+def requests_of(lengths: Sequence[int], group: int = 1) -> list[Request]:
+    """Return one request per length, without an EOS; those of a group share a prompt."""
     prompts = torch.randint(2, VOCABULARY, (len(lengths), PROMPT), generator=torch.Generator().manual_seed(1)).tolist()
     base = SamplingParams(eos_token_ids=())
     return [
-        Request(prefix_ids=tuple(ids), sample_id=n, seed=n, sampling=replace(base, max_new_tokens=length))
-        for n, (ids, length) in enumerate(zip(prompts, lengths, strict=True))
+        Request(
+            prefix_ids=tuple(prompts[n // group]), sample_id=n, seed=n, sampling=replace(base, max_new_tokens=length)
+        )
+        for n, length in enumerate(lengths)
     ]
 
 
@@ -69,6 +81,14 @@ def by_engine(engine: Engine, model: PreTrainedModel) -> Generate:
     engine.expect(model.named_parameters())
     engine.load_weights(((name, weight.detach()) for name, weight in model.named_parameters()), 0)
     return lambda requests: sum(len(drawn.token_ids) for drawn in engine.generate(requests, logprobs=True))
+
+
+def by_packing(model: PreTrainedModel, *, packs: bool) -> Generate:
+    """With or without packed weights, in place of the engine's own choice."""
+    engine = TransformersEngine()
+    generate = by_engine(engine, model)
+    engine.load_state_dict({"packs": packs})
+    return generate
 
 
 def by_generate(model: PreTrainedModel, requests: Sequence[Request]) -> int:
@@ -105,19 +125,34 @@ def forward_alone(model: PreTrainedModel, requests: Sequence[Request]) -> int:
             ids, places, left = ids[keep], places[keep], left[keep]
 
 
-def main(*, rows: int = 64, rounds: int = MIN_ROUNDS, quick: bool = False) -> None:
+def compare_packing(report: Report, folder: Path, rounds: int) -> None:
+    """Add a table for each kind of lengths, of packed against plain weights."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ways = {name: by_packing(model, packs=name == "packed") for name in ("plain", "packed")}
+    for kind in MIXES:
+        lengths = lengths_of(kind, 32, 32)
+        calls = {name: partial(way, requests_of(lengths, 8)) for name, way in ways.items()}
+        seconds = take_turns(calls, rounds, tokens=sum(lengths))
+        report.table(f"{folder.name}, {kind}: {sum(lengths)} tokens", seconds, base="plain")
+
+
+def main(*, rows: int = 64, rounds: int = MIN_ROUNDS, quick: bool = False, model: Path | None = None) -> None:
     """Print a table for each kind of lengths."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    report, model = Report("generation"), llama()
+    report, built = Report("packed_weights" if model else "generation"), llama()
+    if model is not None:
+        compare_packing(report, model.resolve(), rounds)
+        report.finish()
+        return
     ways: dict[str, Generate] = {
-        "forward alone": partial(forward_alone, model),
-        "TransformersEngine": by_engine(TransformersEngine(), model),
-        "model.generate": partial(by_generate, model),
+        "forward alone": partial(forward_alone, built),
+        "TransformersEngine": by_engine(TransformersEngine(), built),
+        "model.generate": partial(by_generate, built),
     }
     if find_spec("vllm") is not None:
-        ways["VLLMEngine"] = by_engine(VLLMEngine(canary=False, max_num_seqs=rows), model)
+        ways["VLLMEngine"] = by_engine(VLLMEngine(canary=False, max_num_seqs=rows), built)
     kinds = {"equal": [96] * rows, "skewed": skewed_lengths(rows, 96), "long": [LONGEST] * (rows // 2)}
     for kind, whole in kinds.items():
         lengths = [max(1, length // 8) for length in whole] if quick else whole

@@ -148,9 +148,8 @@ MUTATIONS = [Mutation(*entry) for entry in [
     ("test_2_07_a_correction_without_its_log_probabilities_is_an_error", "callbacks/outlier_mask.py",
      '("old_logprobs", "rollout_logprobs")', '("old_logprobs",)'),
     ("test_2_07_a_correction_without_its_log_probabilities_is_an_error", "lightning_rl/rollout.py",
-     "value = getattr(self, name)\n        if value is None:\n",
-     "if (value := getattr(self, name)) is None:\n            return torch.zeros(self.response_ids.shape)\n"
-     "        if value is None:\n"),
+     "value = getattr(self, name)\n        if",
+     "value = getattr(self, name) if getattr(self, name) is not None else self.response_ids * 0.0\n        if"),
     ("test_2_08_whitening_a_constant_gives_zero", "lightning_rl/signal/masked.py",
      "exact = masked_fill_invalid(values, mask).double()", "exact = masked_fill_invalid(values, mask)"),
     ("test_2_08_whitening_survives_a_large_offset_and_nan_at_a_masked_token", "lightning_rl/signal/masked.py",
