@@ -33,7 +33,7 @@ NO_SAMPLE = {
     "Needs", "WeightPlan", "Kernel", "Hardware", "FunctionLoss", "DrGRPO", "Columns", "Limits", "RunModels",
     "WeightFiles", "WeightSync", "Sampler", "Collector", "Run", "RolloutGenerator", "GeneratorAhead", "RunState",
     "Environments", "Algorithm", "ConversationLimits", "RowCheck", "Bridge", "CallStyle", "ModuleValues",
-    "ModuleDifference", "Event", "TokenPosition", "Replayed", "Capabilities", "_Column", "Moments", "Population",
+    "ModuleDifference", "Event", "TokenPosition", "Replayed", "Capabilities", "Field", "Moments", "Population",
     "TurnEstimates", "Stat", "SandboxResult",
 }  # fmt: skip
 PLAIN = {"NamedTuple", "TypedDict", "BaseModel", "Struct"}

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import FinishReason, LossView, Rollout
-from lightning_rl.rollout import PROMPT, ROW, TOKEN, concatenate, pad_lists, pad_rows
+from lightning_rl.fields import PROMPT, ROW, TOKEN, Field, fields_of
+from lightning_rl.rollout import concatenate, pad_lists, pad_rows
 
 
 def whole_rollout(seed: int = 0, **options: Any) -> Rollout:
@@ -58,12 +59,8 @@ def each_tensor(check: Callable[[Rollout, str], None]) -> Callable[[Rollout], No
     return test
 
 
-def axes_of(example: Rollout, name: str) -> str:
-    return {spec.name: spec.metadata["axes"] for spec in dataclasses.fields(example)}[name.partition("/")[0]]
-
-
-def pad_of(example: Rollout, name: str) -> float:
-    return {spec.name: spec.metadata["pad"] for spec in dataclasses.fields(example)}[name.partition("/")[0]]
+def field_of(example: Rollout, name: str) -> Field:
+    return next(spec for spec in fields_of(type(example)) if spec.name == name.partition("/")[0])
 
 
 def same(found: Tensor, expected: Tensor) -> None:
@@ -80,7 +77,7 @@ def changed(example: Rollout, name: str, tensor: Tensor) -> Rollout:
 def test_the_example_has_every_field(example: Rollout) -> None:
     there = {name.partition("/")[0] for name, _ in example.tensors()}
     assert there == {spec.name for spec in dataclasses.fields(example)}
-    assert {spec.metadata["axes"] for spec in dataclasses.fields(example)} <= {ROW, PROMPT, TOKEN}
+    assert {spec.axis for spec in fields_of(type(example))} <= {ROW, PROMPT, TOKEN}
 
 
 @each_tensor
@@ -102,15 +99,15 @@ def test_concatenate_undoes_a_split_of_every_field(example: Rollout, name: str) 
 
 @each_tensor
 def test_concatenate_pads_every_field_to_the_widest(example: Rollout, name: str) -> None:
-    narrow = example.fit_width(4).map(lambda tensor, axes, _: tensor[:, :2] if axes == PROMPT else tensor)
+    narrow = example.fit_width(4).map(lambda tensor, axis, _: tensor[:, :2] if axis == PROMPT else tensor)
     joined = dict(concatenate([narrow, example]).tensors())[name]
     have = dict(narrow.tensors())[name]
     same(joined[len(narrow) :], dict(example.tensors())[name])
-    if axes_of(example, name) == ROW:
+    if field_of(example, name).axis == ROW:
         same(joined[: len(narrow)], have)
     else:
         same(joined[: len(narrow), : have.shape[1]], have)
-        assert (joined[: len(narrow), have.shape[1] :] == pad_of(example, name)).all()
+        assert (joined[: len(narrow), have.shape[1] :] == field_of(example, name).pad).all()
 
 
 @each_tensor
@@ -118,12 +115,12 @@ def test_fit_width_cuts_and_pads_the_response_axis_alone(example: Rollout, name:
     tensor = dict(example.tensors())[name]
     for width in (0, 3, example.width, 10):
         found = dict(example.fit_width(width).tensors())[name]
-        if axes_of(example, name) != TOKEN:
+        if field_of(example, name).axis != TOKEN:
             same(found, tensor)
             continue
         assert found.shape == (len(example), width, *tensor.shape[2:])
         same(found[:, : example.width], tensor[:, :width])
-        assert (found[:, example.width :] == pad_of(example, name)).all()
+        assert (found[:, example.width :] == field_of(example, name).pad).all()
 
 
 @each_tensor
@@ -188,8 +185,8 @@ def test_a_wrong_number_of_rows_is_refused_by_name(example: Rollout, name: str) 
 
 @each_tensor
 def test_a_wrong_width_or_rank_is_refused_by_name(example: Rollout, name: str) -> None:
-    tensor, axes = dict(example.tensors())[name], axes_of(example, name)
-    if axes == TOKEN:
+    tensor, axis = dict(example.tensors())[name], field_of(example, name).axis
+    if axis == TOKEN:
         blame = "action_mask" if name == "response_ids" else name  # the width is that of response_ids
         with pytest.raises(ValueError, match=f"expected {blame} of shape"):
             changed(example, name, tensor[:, :-1])

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from lightning_rl.rollout import TOKEN, Rollout, field_axes
+from lightning_rl.fields import TOKEN, declare
+from lightning_rl.rollout import Rollout
 
 FURTHER_OUTPUTS = ("rollout_kl", "router_loss")
 """Outputs of the policy's forward besides log-probabilities, entropy and values; each is None unless it is read."""
@@ -28,9 +29,9 @@ class LossView(Rollout):
         prepared: Output of the loss's ``prepare`` for these tokens, shape [b, T]; None for a loss without it.
     """
 
-    logprobs: Float[Tensor, "B T"] = field(metadata=field_axes(TOKEN))
-    entropy: Float[Tensor, "B T"] = field(metadata=field_axes(TOKEN))
-    current_values: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
-    rollout_kl: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
-    router_loss: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
-    prepared: Shaped[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
+    logprobs: Float[Tensor, "B T"] = field(metadata=declare(TOKEN))
+    entropy: Float[Tensor, "B T"] = field(metadata=declare(TOKEN))
+    current_values: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN))
+    rollout_kl: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN))
+    router_loss: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN))
+    prepared: Shaped[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN))

@@ -50,6 +50,7 @@ from lightning_rl.callbacks import (
 )
 from lightning_rl.corrections import CONTRIBUTIONS, Corrections
 from lightning_rl.policy import Microbatch, Outputs
+from lightning_rl.rollout import TOKEN
 from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
 from lightning_rl.update import from_table
 
@@ -113,8 +114,8 @@ def whole_rollout(*, poison: float = 0.0, on_policy: bool = False) -> Rollout:
     if on_policy:
         rollout = rollout.replace(rollout_logprobs=same, ref_logprobs=same)
 
-    def poisoned(tensor: Tensor, axes: str, _pad: float) -> Tensor:
-        at_tokens = axes == "token" and tensor.is_floating_point()
+    def poisoned(tensor: Tensor, axis: object, _pad: float) -> Tensor:
+        at_tokens = axis == TOKEN and tensor.is_floating_point()
         return torch.where(rollout.valid_tokens, tensor, poison) if at_tokens else tensor
 
     return rollout.map(poisoned)

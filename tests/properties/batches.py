@@ -118,8 +118,8 @@ def disturbed(view: LossView, value: float | None = None) -> LossView:
     """Another number at every invalid token of every float field: ``value``, or noise."""
     draw = torch.Generator().manual_seed(11)
 
-    def spoil(tensor: Tensor, axes: str, _pad: float) -> Tensor:
-        if axes != TOKEN or not tensor.is_floating_point():
+    def spoil(tensor: Tensor, axis: object, _pad: float) -> Tensor:
+        if axis != TOKEN or not tensor.is_floating_point():
             return tensor
         other = torch.randn(tensor.shape, generator=draw, dtype=tensor.dtype) if value is None else value
         return torch.where(view.valid_tokens, tensor, other)
@@ -130,8 +130,8 @@ def disturbed(view: LossView, value: float | None = None) -> LossView:
 def inserted(view: LossView, place: int, number: int = 2) -> LossView:
     """``number`` masked tokens more before position ``place`` of every row: a tool's answer, or padding."""
 
-    def widen(tensor: Tensor, axes: str, pad: float) -> Tensor:
-        if axes != TOKEN:
+    def widen(tensor: Tensor, axis: object, pad: float) -> Tensor:
+        if axis != TOKEN:
             return tensor
         middle = tensor.new_full((len(tensor), number), 7.0 if tensor.is_floating_point() else pad)
         return torch.cat([tensor[:, :place], middle, tensor[:, place:]], 1)
@@ -168,4 +168,4 @@ def shuffled_tokens(view: LossView, seed: int = 3) -> tuple[LossView, Tensor]:
     for row, valid in enumerate(view.valid_tokens):
         own = places[row][valid]
         order[row, valid] = own[keys[row][valid].argsort()]
-    return view.map(lambda tensor, axes, _pad: tensor.gather(1, order) if axes == TOKEN else tensor), order
+    return view.map(lambda tensor, axis, _pad: tensor.gather(1, order) if axis == TOKEN else tensor), order

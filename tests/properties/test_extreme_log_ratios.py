@@ -30,7 +30,7 @@ each_sign = pytest.mark.parametrize("sign", [1.0, -1.0], ids=["good", "bad"])
 def rows(lowered: str, gap: float, sign: float = 1.0, *, tokens: int = 1) -> LossView:
     """Return float32 responses, in the first of which one policy gave the first token e^-gap of its probability."""
     view = WITNESS.select(torch.tensor([0, 3, 9, 0]), width=tokens).replace(sample_ids=torch.arange(4) + 7)
-    view = view.map(lambda tensor, _axes, _pad: tensor.float() if tensor.is_floating_point() else tensor)
+    view = view.map(lambda tensor, _axis, _pad: tensor.float() if tensor.is_floating_point() else tensor)
     advantages = torch.tensor([1.0, -0.5, 0.5, -1.0])[:, None].expand(4, tokens) * sign
     at = torch.zeros(4, tokens, dtype=torch.bool)
     at[0, 0] = True
