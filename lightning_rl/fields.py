@@ -3,6 +3,7 @@
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -137,6 +138,80 @@ class TokenAxis(RowAxis):
 
 
 ROW, PROMPT, TOKEN = RowAxis(), PromptAxis(), TokenAxis()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ragged:
+    """Items of rows, one row after the other: 3 pictures of 2 rows are values [3, ...] and counts [2, 1].
+
+    Args:
+        values: Items.
+        counts: Number of items of each row; on the CPU at all times, because an accelerator would synchronize.
+
+    Raises:
+        ValueError: If the sum of the counts is not the number of items.
+    """
+
+    values: Shaped[Tensor, "N ..."]
+    counts: Int[Tensor, " B"]
+
+    def __post_init__(self) -> None:
+        """Move the counts to the CPU and check their sum."""
+        object.__setattr__(self, "counts", self.counts.cpu())
+        if (total := int(self.counts.sum())) != len(self.values):
+            raise ValueError(f"expected counts of {len(self.values)} items, got a sum of {total}")
+
+
+@dataclass(frozen=True, slots=True)
+class Items(Axis[Ragged]):
+    """Axis of items, of which rows have different numbers: [N, ...].
+
+    Args:
+        name: Name of the items, in the plural.
+    """
+
+    name: str
+
+    @override
+    def check(self, name: str, value: Ragged, shapes: Shapes, *, exact: bool) -> None:
+        if value.counts.shape != shapes.row:
+            raise ValueError(f"expected {name} of {shapes.row[0]} rows, got counts of {len(value.counts)}")
+
+    @override
+    def select(self, value: Ragged, rows: Int[Tensor, " b"], width: int | None) -> Ragged:
+        rows = rows.cpu()
+        counts, starts = value.counts[rows], (value.counts.cumsum(0) - value.counts)[rows]
+        return Ragged(value.values.index_select(0, spans(starts, counts).to(value.values.device)), counts)
+
+    @override
+    def resize(self, value: Ragged, width: int, pad: float) -> Ragged:
+        return value
+
+    @override
+    def concatenate(self, values: Sequence[Ragged], shapes: Shapes, pad: float) -> Ragged:
+        return Ragged(torch.cat([value.values for value in values]), torch.cat([value.counts for value in values]))
+
+    @override
+    def padding(self, value: Ragged, rows: int, pad: float) -> Ragged:
+        return Ragged(value.values[:0], value.counts.new_zeros(rows))
+
+    @override
+    def map(self, value: Ragged, function: Function, pad: float) -> Ragged:
+        return Ragged(function(value.values, self, pad), value.counts)
+
+    @override
+    def tensors(self, name: str, value: Ragged) -> Iterable[tuple[str, Tensor]]:
+        return (f"{name}/values", value.values), (f"{name}/counts", value.counts)
+
+    @override
+    def restore(self, parts: Mapping[str, Tensor]) -> Ragged:
+        return Ragged(parts["values"], parts["counts"])
+
+
+def spans(starts: Int[Tensor, " s"], lengths: Int[Tensor, " s"]) -> Int[Tensor, " N"]:
+    """Return the indices of spans, one after another; sorting a key of each index would take longer."""
+    number, shift = int(lengths.sum()), starts - (lengths.cumsum(0) - lengths)
+    return torch.arange(number, device=starts.device) + shift.repeat_interleave(lengths, output_size=number)
 
 
 class Field(NamedTuple):

@@ -4,7 +4,8 @@ import copy
 import dataclasses
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import FinishReason, LossView, Rollout
-from lightning_rl.fields import PROMPT, ROW, TOKEN, Field, fields_of
+from lightning_rl.fields import PROMPT, ROW, TOKEN, Field, Items, Ragged, declare, fields_of
 from lightning_rl.rollout import concatenate, pad_lists, pad_rows
 
 
@@ -205,11 +206,11 @@ def test_no_field_can_be_assigned(name: str) -> None:
 def test_dict_fields_are_read_only_copies(name: str) -> None:
     given = {"own": torch.zeros(12, 4 if name == "prompt_extras" else 7)}
     rollout = whole_rollout().replace(**{name: {"own": given["own"][:, 0]} if name == "rewards_by_function" else given})
-    field = getattr(rollout, name)
+    entries = getattr(rollout, name)
     with pytest.raises(TypeError):
-        field["another"] = torch.zeros(12)
+        entries["another"] = torch.zeros(12)
     given["late"] = torch.zeros(1)
-    assert list(field) == ["own"]
+    assert list(entries) == ["own"]
 
 
 def test_concatenate_refuses_different_fields_and_names_them() -> None:
@@ -292,3 +293,53 @@ def test_a_state_with_a_former_name_of_a_field_loads() -> None:
     state = ragged_rollout().state()
     older = {name.replace("rewards_by_function", "task_rewards"): value for name, value in state.items()}
     assert older.keys() != state.keys() == Rollout.from_state(older).state().keys()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pictured(Rollout):
+    """A rollout with 0, 1 or 2 pictures per row, and a number per picture."""
+
+    pictures: Ragged | None = field(default=None, metadata=declare(Items("pictures")))
+
+
+COUNTS = torch.arange(12) % 3
+PICTURED = Pictured.from_state(ragged_rollout().state()).replace(
+    pictures=Ragged(torch.arange(24.0).reshape(12, 2)[: int(COUNTS.sum())], COUNTS)
+)
+
+
+def items_of(rollout: Pictured) -> list[list[list[float]]]:
+    assert rollout.pictures is not None
+    return [part.tolist() for part in rollout.pictures.values.split(rollout.pictures.counts.tolist())]
+
+
+@pytest.mark.parametrize(
+    ("operation", "rows"),
+    {
+        "an index with repetitions": (lambda one: one.select(torch.tensor([5, 0, 5, 2])), [5, 0, 5, 2]),
+        "a mask": (lambda one: one.select(COUNTS == 2), [2, 5, 8, 11]),
+        "no row": (lambda one: one.select(torch.arange(0)), []),
+        "cut responses": (lambda one: one.select(torch.arange(5), width=2), range(5)),
+        "wider responses": (lambda one: one.fit_width(9), range(12)),
+        "a split": (lambda one: concatenate([one.select(torch.arange(5)), one.select(torch.arange(5, 12))]), range(12)),
+        "with padding": (lambda one: concatenate([one, one.padding_rows(2)]), [*range(12), 0, 0]),
+        "a state": (lambda one: Pictured.from_state(one.state()), range(12)),
+        "a pickle": (lambda one: pickle.loads(pickle.dumps(one)), range(12)),
+        "a clean copy": (lambda one: one.clone().sanitize().to("cpu"), range(12)),
+    }.values(),
+)  # fmt: skip
+def test_items_follow_their_rows(operation: Callable[[Pictured], Pictured], rows: Sequence[int]) -> None:
+    assert items_of(operation(PICTURED)) == [items_of(PICTURED)[row] for row in rows]
+
+
+def test_counts_of_items_stay_in_main_memory_and_their_values_move() -> None:
+    moved = PICTURED.to("meta").pictures
+    assert moved is not None and (moved.values.device.type, moved.counts.device.type) == ("meta", "cpu")
+    assert [name for name, _ in PICTURED.tensors()][-2:] == ["pictures/values", "pictures/counts"]
+
+
+def test_items_of_other_rows_or_another_number_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected counts of 12 items, got a sum of 11"):
+        Ragged(torch.zeros(12), COUNTS[1:] * 0 + 1)
+    with pytest.raises(ValueError, match=r"expected pictures of 12 rows, got counts of 11"):
+        PICTURED.replace(pictures=Ragged(torch.zeros(11), torch.ones(11, dtype=torch.int64)))

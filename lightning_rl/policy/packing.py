@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from lightning_rl.fields import spans
 from lightning_rl.policy.attention import AUTO, PackedSequences, Shared, attend
 from lightning_rl.policy.batch_invariance import INVARIANT_ATTENTION
 from lightning_rl.rollout import EXPERT_LOAD, SAMPLING_MASK, TOP_IDS, TOP_LOGPROBS, TURNS, Rollout, context_starts
@@ -104,7 +105,7 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
         queries = lengths - common.tokens
         order = (queries * (len(inputs) + 1) + lengths).argsort(descending=True, stable=True)  # equal lengths together
         order = order[: int(queries.count_nonzero())]  # the only token of a response is no query
-        keys = _spans(starts[order], lengths[order])
+        keys = spans(starts[order], lengths[order])
         read, is_query = number.index_select(0, keys), own.index_select(0, keys)
         shared = Shared(read, asked := read.masked_select(is_query), _inverse(asked))
         lengths, queries = lengths[order], queries[order]
@@ -137,12 +138,6 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
             if name in rows.token_extras
         },
     )
-
-
-def _spans(starts: Int[Tensor, " s"], lengths: Int[Tensor, " s"]) -> Int[Tensor, " N"]:
-    """Return the indices of spans, one after another; sorting a key of each token would take longer."""
-    number, shift = int(lengths.sum()), starts - (lengths.cumsum(0) - lengths)
-    return torch.arange(number, device=starts.device) + shift.repeat_interleave(lengths, output_size=number)
 
 
 def _inverse(permutation: Int[Tensor, " N"]) -> Int[Tensor, " N"]:
