@@ -214,29 +214,54 @@ def spans(starts: Int[Tensor, " s"], lengths: Int[Tensor, " s"]) -> Int[Tensor, 
     return torch.arange(number, device=starts.device) + shift.repeat_interleave(lengths, output_size=number)
 
 
-class Field(NamedTuple):
-    """Declaration of a field: ``policy_version``, a tensor along ``TOKEN``, padded with -1."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """Declaration of a field: ``policy_version``, a tensor along ``TOKEN``, padded with -1.
+
+    Attributes:
+        name: Name of the field.
+        axis: Axis of its values.
+        pad: Value of padding.
+        is_mapping: True for a mapping from names to values.
+        shown: True for numbers per token that the report shows.
+        sparse: True if NaN marks rows without a value.
+        output: Name in ``Outputs`` of a field that the policy's forward computes; empty for another one.
+        inputs: Entries of dict fields from which the forward computes it, and without which it is None.
+    """
 
     name: str
     axis: Axis[Any]
     pad: float
-    is_mapping: bool  # from names to values
+    is_mapping: bool
+    shown: bool
+    sparse: bool
+    output: str
+    inputs: tuple[str, ...]
 
     def restore(self, parts: Mapping[str, Tensor]) -> Any:
         """Return the value of the field, given its tensors by what follows the name of the field and a slash."""
         return parts if self.is_mapping else self.axis.restore(parts)
 
 
-def declare(axis: Axis[Any], pad: float = 0) -> dict[str, Any]:
-    """Return the metadata of a field of a dataclass: its axis, and the padding value."""
-    return {"axis": axis, "pad": pad}
+def declare(
+    axis: Axis[Any],
+    *,
+    pad: float = 0,
+    shown: bool = False,
+    sparse: bool = False,
+    output: str = "",
+    inputs: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """Return the metadata of a field of a dataclass; see :class:`Field`."""
+    return {"axis": axis, "pad": pad, "shown": shown, "sparse": sparse, "output": output, "inputs": inputs}
 
 
 @cache
 def fields_of(kind: type) -> tuple[Field, ...]:
     """Return the declared fields of a dataclass, in order."""
     return tuple(
-        Field(spec.name, is_mapping=spec.default_factory is dict, **spec.metadata) for spec in dataclasses.fields(kind)
+        Field(name=spec.name, is_mapping=spec.default_factory is dict, **spec.metadata)
+        for spec in dataclasses.fields(kind)
     )
 
 

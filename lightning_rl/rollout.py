@@ -1,9 +1,10 @@
 """Rollout: samples of a policy with their rewards, log-probabilities and advantages."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.fields import PROMPT, ROW, TOKEN, Axis, Function, Shapes, declare, fields_of
+from lightning_rl.fields import PROMPT, ROW, TOKEN, Axis, Field, Function, Shapes, declare, fields_of
 from lightning_rl.utils.device import to_device
 
 RolloutT = TypeVar("RolloutT", bound="Rollout")
@@ -100,13 +101,15 @@ class Rollout:
     rewarded: Bool[Tensor, " B"] = field(metadata=declare(ROW, pad=False))
     valid_tokens: Bool[Tensor, "B T"] = field(metadata=declare(TOKEN, pad=False))
     rewards: Float[Tensor, " B"] = field(metadata=declare(ROW))
-    rewards_by_function: Mapping[str, Float[Tensor, " B"]] = field(default_factory=dict, metadata=declare(ROW))
-    rollout_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN))
-    old_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN))
-    ref_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN))
-    values: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN))
-    advantages: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN))
-    returns: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN))
+    rewards_by_function: Mapping[str, Float[Tensor, " B"]] = field(
+        default_factory=dict, metadata=declare(ROW, sparse=True)
+    )
+    rollout_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN, shown=True))
+    old_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN, shown=True))
+    ref_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN, shown=True))
+    values: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN, shown=True))
+    advantages: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN, shown=True))
+    returns: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN, shown=True))
     extras: Mapping[str, Shaped[Tensor, "B ..."]] = field(default_factory=dict, metadata=declare(ROW))
     token_extras: Mapping[str, Shaped[Tensor, "B T ..."]] = field(default_factory=dict, metadata=declare(TOKEN))
     prompt_extras: Mapping[str, Shaped[Tensor, "B P ..."]] = field(default_factory=dict, metadata=declare(PROMPT))
@@ -114,14 +117,14 @@ class Rollout:
     def __post_init__(self) -> None:
         """Freeze the dict fields and check every shape against B, P and T."""
         shapes = Shapes.of(len(self.prompt_lengths), self.prompt_ids.shape[-1], self.response_ids.shape[-1])
-        for name, axis, _, is_mapping in fields_of(type(self)):
-            value = getattr(self, name)
-            if is_mapping:
-                object.__setattr__(self, name, MappingProxyType(dict(value)))
+        for spec in fields_of(type(self)):
+            value = getattr(self, spec.name)
+            if spec.is_mapping:
+                object.__setattr__(self, spec.name, MappingProxyType(dict(value)))
                 for key, entry in value.items():
-                    axis.check(f"{name}/{key}", entry, shapes, exact=False)
+                    spec.axis.check(f"{spec.name}/{key}", entry, shapes, exact=False)
             elif value is not None:
-                axis.check(name, value, shapes, exact=True)
+                spec.axis.check(spec.name, value, shapes, exact=True)
 
     @classmethod
     def of_samples(
@@ -264,17 +267,19 @@ class Rollout:
 
         return self.map(clean)
 
-    def tensors(self) -> list[tuple[str, Tensor]]:
-        """Return every tensor with its name; entries of dict fields are named ``field/key``."""
-        named: list[tuple[str, Tensor]] = []
-        for name, axis, _, is_mapping in fields_of(type(self)):
-            value = getattr(self, name)
-            if is_mapping:
+    def entries(self) -> Iterator[tuple[Field, str, Any]]:
+        """Yield every value with its field and its name; entries of dict fields are named ``field/key``."""
+        for spec in fields_of(type(self)):
+            value = getattr(self, spec.name)
+            if spec.is_mapping:
                 for key, entry in value.items():
-                    named += axis.tensors(f"{name}/{key}", entry)
+                    yield spec, f"{spec.name}/{key}", entry
             elif value is not None:
-                named += axis.tensors(name, value)
-        return named
+                yield spec, spec.name, value
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Return every tensor of :meth:`entries` with its name."""
+        return [named for spec, name, value in self.entries() for named in spec.axis.tensors(name, value)]
 
     def state(self) -> dict[str, Tensor]:
         """Return a flat dict of tensors that loads under ``weights_only=True``."""
@@ -295,9 +300,9 @@ class Rollout:
     def _each(self: RolloutT, operation: Callable[[Axis[Any], Any, float], Any]) -> RolloutT:
         """Return a copy with ``operation(axis, value, pad)`` in place of every value."""
         changed: dict[str, Any] = {}
-        for name, axis, pad, is_mapping in fields_of(type(self)):
-            value = getattr(self, name)
-            if is_mapping:
+        for spec in fields_of(type(self)):
+            name, axis, pad, value = spec.name, spec.axis, spec.pad, getattr(self, spec.name)
+            if spec.is_mapping:
                 changed[name] = {key: operation(axis, entry, pad) for key, entry in value.items()}
             elif value is not None:
                 changed[name] = operation(axis, value, pad)
@@ -377,12 +382,15 @@ def concatenate(parts: Sequence[Rollout]) -> Rollout:
     )
     parts = [part for part in parts if len(part)] or parts[:1]  # extras of empty rollouts may have fewer dimensions
     joined: dict[str, Any] = {}
-    for name, axis, pad, is_mapping in fields_of(type(parts[0])):
-        values = [getattr(part, name) for part in parts]
-        if is_mapping:
-            joined[name] = {key: axis.concatenate([value[key] for value in values], shapes, pad) for key in values[0]}
+    for spec in fields_of(type(parts[0])):
+        join, values = (
+            partial(spec.axis.concatenate, shapes=shapes, pad=spec.pad),
+            [getattr(part, spec.name) for part in parts],
+        )
+        if spec.is_mapping:
+            joined[spec.name] = {key: join([value[key] for value in values]) for key in values[0]}
         elif values[0] is not None:
-            joined[name] = axis.concatenate(values, shapes, pad)
+            joined[spec.name] = join(values)
     return type(parts[0])(**joined)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import FinishReason, LossView, Rollout
+from lightning_rl.corrections import OUTPUTS, Outputs, outputs_from
 from lightning_rl.fields import PROMPT, ROW, TOKEN, Field, Items, Ragged, declare, fields_of
 from lightning_rl.rollout import concatenate, pad_lists, pad_rows
 
@@ -79,6 +80,11 @@ def test_the_example_has_every_field(example: Rollout) -> None:
     there = {name.partition("/")[0] for name, _ in example.tensors()}
     assert there == {spec.name for spec in dataclasses.fields(example)}
     assert {spec.axis for spec in fields_of(type(example))} <= {ROW, PROMPT, TOKEN}
+
+
+def test_every_output_of_the_forward_but_one_of_the_old_policy_is_a_field_of_the_view() -> None:
+    assert {spec.output for spec in OUTPUTS} == set(Outputs._fields) - {"sum_pi_squared"}
+    assert outputs_from("top_logprobs") == {"rollout_kl"}
 
 
 @each_tensor

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import LossView, RLCallback
-from lightning_rl.corrections import FURTHER_OUTPUTS, Corrections, LossTerm
+from lightning_rl.corrections import Corrections, LossTerm
 from lightning_rl.signal.importance_ratios import LOG_RATIO_BOUND, policy_ratio, sequence_ratio
 from lightning_rl.signal.kl import KL_ESTIMATORS
 from lightning_rl.signal.reductions import token_mean
@@ -93,10 +93,8 @@ def factor_of(correction: RLCallback, view: LossView) -> Tensor:
 def test_what_else_corrections_contribute_is_finite(correction: RLCallback, lowered: str) -> None:
     for gap in GAPS[:3]:
         view = provided(rows(lowered, gap, tokens=6), correction)
-        leaves = [view.require(name).detach().requires_grad_() for name in ("logprobs", "entropy", *FURTHER_OUTPUTS)]
-        view = view.replace(
-            logprobs=leaves[0], entropy=leaves[1], **dict(zip(FURTHER_OUTPUTS, leaves[2:], strict=True))
-        )
+        outputs = {spec.name: output.detach().requires_grad_() for spec, output in view.outputs()}
+        view, leaves = view.replace(**outputs), list(outputs.values())
         for method in sorted(correction.contributes & {"loss_term", "token_reward", "provide"}):
             given = getattr(correction, method)(view)
             if isinstance(given, LossTerm):
