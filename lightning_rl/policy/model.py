@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import override
 
-from lightning_rl.corrections import Outputs
+from lightning_rl.corrections import OUTPUTS, Outputs
 from lightning_rl.policy.attention import AUTO
 from lightning_rl.policy.batch_invariance import BatchInvariance, is_batch_invariant, make_batch_invariant
 from lightning_rl.policy.context_window import check_window
@@ -300,7 +300,8 @@ class FrozenModel:
                 "reference= a function that builds the initial policy"
             )
         with self.reading():
-            return self.scoring(replace(layout, top_ids=None, top_logprobs=None, expert_load=None)).logprobs
+            absent: dict[str, Any] = {name: None for spec in OUTPUTS for name in spec.inputs}
+            return self.scoring(replace(layout, **absent)).logprobs
 
 
 class Head(NamedTuple):
