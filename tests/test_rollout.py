@@ -37,13 +37,8 @@ def whole_rollout(seed: int = 0, **options: Any) -> Rollout:
 def whole_view() -> LossView:
     rollout = whole_rollout()
     logprobs = torch.full(rollout.response_ids.shape, -1.0)
-    outputs = {
-        "current_values": logprobs * 2,
-        "rollout_kl": -logprobs,
-        "router_loss": 1 - logprobs,
-        "prepared": logprobs < -2,
-    }
-    return view_of_rollout(rollout, logprobs).replace(**outputs)
+    outputs = {spec.name: place - logprobs for place, spec in enumerate(OUTPUTS)}
+    return view_of_rollout(rollout, logprobs).replace(**outputs, prepared=logprobs < -2)
 
 
 EXAMPLES: list[Rollout] = [whole_rollout(), whole_view()]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from lightning_rl import FinishReason, LossView
+from lightning_rl.corrections import OUTPUTS
 from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TOKEN, TURNS, concatenate
 
 WIDEST = 6
@@ -84,8 +85,9 @@ def view_of_rows(given: Sequence[Row], seed: int = 0) -> LossView:
         logprobs=old + noise(0.25),
         entropy=noise().abs(),
         current_values=noise(0.5),
-        rollout_kl=noise(0.1).abs(),
-        router_loss=1 + noise(0.1).abs(),
+        **dict[str, Any](
+            (spec.name, place + noise(0.1).abs()) for place, spec in enumerate(one for one in OUTPUTS if one.inputs)
+        ),
     )
 
 
