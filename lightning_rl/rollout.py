@@ -1,24 +1,24 @@
 """Rollout: samples of a policy with their rewards, log-probabilities and advantages."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import partial
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor
 
+from lightning_rl.fields import PROMPT, ROW, TOKEN, Axis, Field, Function, Shapes, declare, fields_of
 from lightning_rl.samples import FinishReason, Segment, Trajectory
 from lightning_rl.utils.device import to_device
 
 RolloutT = TypeVar("RolloutT", bound="Rollout")
 
-ROW, PROMPT, TOKEN = "row", "prompt", "token"
 GREEDY_SCORE = "greedy_score"  # in ``extras``: score of a greedy response to the prompt of each row
 ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/expert_routes.py
 EXPERT_LOAD = "expert_load"  # in ``extras``: share of tokens of each expert in the row's optimizer step, [B, E]
@@ -32,11 +32,6 @@ SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask
 # In ``token_extras``: the k likeliest tokens of the distribution that each token was sampled from, shape [B, T, k].
 TOP_IDS, TOP_LOGPROBS = "top_ids", "top_logprobs"
 FORMER_NAMES = {"task_rewards": "rewards_by_function"}  # of fields, in older checkpoints and recordings
-
-
-def field_axes(axes: str, pad: float | int = 0) -> dict[str, Any]:
-    """Return the metadata of a field: the axes of its tensors, and the padding value."""
-    return {"axes": axes, "pad": pad}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,42 +72,43 @@ class Rollout:
         ValueError: If the shape of a field does not match; the message names the field.
     """
 
-    prompt_ids: Int[Tensor, "B P"] = field(metadata=field_axes(PROMPT))
-    prompt_lengths: Int[Tensor, " B"] = field(metadata=field_axes(ROW, pad=1))
-    response_ids: Int[Tensor, "B T"] = field(metadata=field_axes(TOKEN))
-    response_lengths: Int[Tensor, " B"] = field(metadata=field_axes(ROW))
-    action_mask: Bool[Tensor, "B T"] = field(metadata=field_axes(TOKEN, pad=False))
-    groups: Int[Tensor, " B"] = field(metadata=field_axes(ROW, pad=-1))
-    sample_ids: Int[Tensor, " B"] = field(metadata=field_axes(ROW, pad=-1))
-    finish: UInt8[Tensor, " B"] = field(metadata=field_axes(ROW, pad=FinishReason.STOP))
-    policy_version: Int[Tensor, "B T"] = field(metadata=field_axes(TOKEN, pad=-1))
-    trained: Bool[Tensor, " B"] = field(metadata=field_axes(ROW, pad=False))
-    rewarded: Bool[Tensor, " B"] = field(metadata=field_axes(ROW, pad=False))
-    valid_tokens: Bool[Tensor, "B T"] = field(metadata=field_axes(TOKEN, pad=False))
-    rewards: Float[Tensor, " B"] = field(metadata=field_axes(ROW))
-    rewards_by_function: Mapping[str, Float[Tensor, " B"]] = field(default_factory=dict, metadata=field_axes(ROW))
-    rollout_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
-    old_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
-    ref_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
-    values: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
-    advantages: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
-    returns: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
-    extras: Mapping[str, Shaped[Tensor, "B ..."]] = field(default_factory=dict, metadata=field_axes(ROW))
-    token_extras: Mapping[str, Shaped[Tensor, "B T ..."]] = field(default_factory=dict, metadata=field_axes(TOKEN))
-    prompt_extras: Mapping[str, Shaped[Tensor, "B P ..."]] = field(default_factory=dict, metadata=field_axes(PROMPT))
+    prompt_ids: Int[Tensor, "B P"] = field(metadata=declare(PROMPT))
+    prompt_lengths: Int[Tensor, " B"] = field(metadata=declare(ROW, pad=1))
+    response_ids: Int[Tensor, "B T"] = field(metadata=declare(TOKEN))
+    response_lengths: Int[Tensor, " B"] = field(metadata=declare(ROW))
+    action_mask: Bool[Tensor, "B T"] = field(metadata=declare(TOKEN, pad=False))
+    groups: Int[Tensor, " B"] = field(metadata=declare(ROW, pad=-1))
+    sample_ids: Int[Tensor, " B"] = field(metadata=declare(ROW, pad=-1))
+    finish: UInt8[Tensor, " B"] = field(metadata=declare(ROW, pad=FinishReason.STOP))
+    policy_version: Int[Tensor, "B T"] = field(metadata=declare(TOKEN, pad=-1))
+    trained: Bool[Tensor, " B"] = field(metadata=declare(ROW, pad=False))
+    rewarded: Bool[Tensor, " B"] = field(metadata=declare(ROW, pad=False))
+    valid_tokens: Bool[Tensor, "B T"] = field(metadata=declare(TOKEN, pad=False))
+    rewards: Float[Tensor, " B"] = field(metadata=declare(ROW))
+    rewards_by_function: Mapping[str, Float[Tensor, " B"]] = field(
+        default_factory=dict, metadata=declare(ROW, sparse=True)
+    )
+    rollout_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN, shown=True))
+    old_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN, shown=True))
+    ref_logprobs: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN, shown=True))
+    values: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN, shown=True))
+    advantages: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN, shown=True))
+    returns: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN, shown=True))
+    extras: Mapping[str, Shaped[Tensor, "B ..."]] = field(default_factory=dict, metadata=declare(ROW))
+    token_extras: Mapping[str, Shaped[Tensor, "B T ..."]] = field(default_factory=dict, metadata=declare(TOKEN))
+    prompt_extras: Mapping[str, Shaped[Tensor, "B P ..."]] = field(default_factory=dict, metadata=declare(PROMPT))
 
     def __post_init__(self) -> None:
         """Freeze the dict fields and check every shape against B, P and T."""
-        rows = len(self.prompt_lengths)
-        sizes = {ROW: (rows,), PROMPT: (rows, self.prompt_ids.shape[-1]), TOKEN: (rows, self.response_ids.shape[-1])}
-        for field_name, axes, _, is_mapping in _columns(type(self)):
-            value, expected = getattr(self, field_name), sizes[axes]
-            if is_mapping:
-                object.__setattr__(self, field_name, MappingProxyType(dict(value)))
-                for key, tensor in value.items():
-                    _check_shape(f"{field_name}/{key}", tensor, tensor.shape[: len(expected)], expected)
+        shapes = Shapes.of(len(self.prompt_lengths), self.prompt_ids.shape[-1], self.response_ids.shape[-1])
+        for spec in fields_of(type(self)):
+            value = getattr(self, spec.name)
+            if spec.is_mapping:
+                object.__setattr__(self, spec.name, MappingProxyType(dict(value)))
+                for key, entry in value.items():
+                    spec.axis.check(f"{spec.name}/{key}", entry, shapes, exact=False)
             elif value is not None:
-                _check_shape(field_name, value, value.shape, expected)
+                spec.axis.check(spec.name, value, shapes, exact=True)
 
     @classmethod
     def of_samples(
@@ -277,13 +273,13 @@ class Rollout:
         """Return a copy with changed fields."""
         return dataclasses.replace(self, **changes)
 
-    def map(self: RolloutT, function: Callable[[Tensor, str, float], Tensor]) -> RolloutT:
-        """Return a copy with ``function(tensor, axes, pad)`` applied to every tensor of every field."""
-        return type(self)(**_map(self, function))
+    def map(self: RolloutT, function: Function) -> RolloutT:
+        """Return a copy with ``function(tensor, axis, pad)`` applied to every tensor of every field."""
+        return self._each(lambda axis, value, pad: axis.map(value, function, pad))
 
     def clone(self: RolloutT) -> RolloutT:
         """Return a copy whose tensors share no memory with this one, except ``token_extras`` and ``prompt_extras``."""
-        return self.map(lambda tensor, _axes, _pad: tensor.clone()).replace(
+        return self.map(lambda tensor, _axis, _pad: tensor.clone()).replace(
             token_extras=self.token_extras, prompt_extras=self.prompt_extras
         )
 
@@ -295,49 +291,47 @@ class Rollout:
             width: Maximum number of response positions to keep; None for all.
         """
         index = (rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows).to(self.groups.device)
-        cut = width is not None and width < self.width
-
-        def pick(tensor: Tensor, axes: str, pad: float) -> Tensor:
-            del pad
-            return (tensor[:, :width] if cut and axes == TOKEN else tensor).index_select(0, index)
-
-        return self.map(pick)
+        cut = width if width is not None and width < self.width else None
+        return self._each(lambda axis, value, _pad: axis.select(value, index, cut))
 
     def fit_width(self: RolloutT, width: int) -> RolloutT:
         """Return a copy with the response axis cut or padded to ``width`` positions."""
-        return self.map(lambda tensor, axes, pad: _resize(tensor, width, pad) if axes == TOKEN else tensor)
+        return self._each(lambda axis, value, pad: axis.resize(value, width, pad))
 
     def to(self: RolloutT, device: torch.device | str) -> RolloutT:
         """Return a copy with every tensor on ``device``."""
-        return self.map(lambda tensor, _axes, _pad: to_device(tensor, device))
+        return self.map(lambda tensor, _axis, _pad: to_device(tensor, device))
 
     def padding_rows(self: RolloutT, number: int) -> RolloutT:
         """Return ``number`` padding rows: groups and sample ids are -1, prompts have one token, responses none."""
-        return self.map(lambda tensor, _axes, pad: tensor.new_full((number, *tensor.shape[1:]), pad))
+        return self._each(lambda axis, value, pad: axis.padding(value, number, pad))
 
     def sanitize(self: RolloutT) -> RolloutT:
         """Return a copy in which every per-token float field is 0 where ``valid_tokens`` is False."""
         invalid = ~self.valid_tokens
 
-        def clean(tensor: Tensor, axes: str, pad: float) -> Tensor:
+        def clean(tensor: Tensor, axis: Axis[Any], pad: float) -> Tensor:
             del pad
-            if axes != TOKEN or not tensor.is_floating_point():
+            if axis is not TOKEN or not tensor.is_floating_point():
                 return tensor
             mask = invalid if tensor.dim() == 2 else invalid.reshape(*invalid.shape, *[1] * (tensor.dim() - 2))
             return tensor.masked_fill(mask, 0)
 
         return self.map(clean)
 
-    def tensors(self) -> list[tuple[str, Tensor]]:
-        """Return every tensor with its name; entries of dict fields are named ``field/key``."""
-        named: list[tuple[str, Tensor]] = []
-        for name, _, _, is_mapping in _columns(type(self)):
-            value = getattr(self, name)
-            if is_mapping:
-                named += [(f"{name}/{key}", tensor) for key, tensor in value.items()]
+    def entries(self) -> Iterator[tuple[Field, str, Any]]:
+        """Yield every value with its field and its name; entries of dict fields are named ``field/key``."""
+        for spec in fields_of(type(self)):
+            value = getattr(self, spec.name)
+            if spec.is_mapping:
+                for key, entry in value.items():
+                    yield spec, f"{spec.name}/{key}", entry
             elif value is not None:
-                named.append((name, value))
-        return named
+                yield spec, spec.name, value
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Return every tensor of :meth:`entries` with its name."""
+        return [named for spec, name, value in self.entries() for named in spec.axis.tensors(name, value)]
 
     def state(self) -> dict[str, Tensor]:
         """Return a flat dict of tensors that loads under ``weights_only=True``."""
@@ -346,15 +340,25 @@ class Rollout:
     @classmethod
     def from_state(cls: type[RolloutT], state: Mapping[str, Tensor]) -> RolloutT:
         """Create a rollout from the return value of :meth:`state`, which may have older names of fields."""
-        values: dict[str, Any] = {}
+        parts: dict[str, dict[str, Tensor]] = {}
         for name, tensor in state.items():
-            stem, slash, key = name.partition("/")
-            stem = FORMER_NAMES.get(stem, stem)
-            if slash:
-                values.setdefault(stem, {})[key] = tensor
-            else:
-                values[stem] = tensor
-        return cls(**values)
+            stem, _, part = name.partition("/")
+            parts.setdefault(FORMER_NAMES.get(stem, stem), {})[part] = tensor
+        declared = {spec.name: spec for spec in fields_of(cls)}
+        if strange := parts.keys() - declared.keys():
+            raise ValueError(f"expected fields of {cls.__name__}, got {min(strange)!r}")
+        return cls(**{name: declared[name].restore(values) for name, values in parts.items()})
+
+    def _each(self: RolloutT, operation: Callable[[Axis[Any], Any, float], Any]) -> RolloutT:
+        """Return a copy with ``operation(axis, value, pad)`` in place of every value."""
+        changed: dict[str, Any] = {}
+        for spec in fields_of(type(self)):
+            name, axis, pad, value = spec.name, spec.axis, spec.pad, getattr(self, spec.name)
+            if spec.is_mapping:
+                changed[name] = {key: operation(axis, entry, pad) for key, entry in value.items()}
+            elif value is not None:
+                changed[name] = operation(axis, value, pad)
+        return type(self)(**changed)
 
     def __reduce__(self) -> tuple[Callable[..., "Rollout"], tuple[type["Rollout"], dict[str, Tensor]]]:
         """Pickle and copy through :meth:`state`, since a read-only mapping can be neither pickled nor copied."""
@@ -489,60 +493,21 @@ def concatenate(parts: Sequence[Rollout]) -> Rollout:
     names = [{name for name, _ in part.tensors()} for part in parts]
     if any(other != names[0] for other in names):
         raise ValueError(f"expected rollouts with the same fields, but only some have {_difference(names)}")
-    sizes = {PROMPT: max(part.prompt_ids.shape[1] for part in parts), TOKEN: max(part.width for part in parts)}
-
-    def widen(tensor: Tensor, axes: str, pad: float) -> Tensor:
-        return tensor if axes == ROW else _resize(tensor, sizes[axes], pad)
-
-    parts = [part for part in parts if len(part)] or parts[:1]  # extras of empty rollouts may have fewer dimensions
-    columns_of = [_map(part, widen) for part in parts]
-    joined: dict[str, Any] = {}
-    for name, first in columns_of[0].items():
-        if isinstance(first, Mapping):
-            joined[name] = {key: torch.cat([values[name][key] for values in columns_of]) for key in first}
-        else:
-            joined[name] = None if first is None else torch.cat([values[name] for values in columns_of])
-    return type(parts[0])(**joined)
-
-
-def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if shape != expected:
-        raise ValueError(f"expected {name} of shape {list(expected)}, got {list(tensor.shape)}")
-
-
-class _Column(NamedTuple):
-    """Name and metadata of a field."""
-
-    name: str
-    axes: str
-    pad: float
-    is_mapping: bool  # from names to tensors
-
-
-@cache
-def _columns(kind: type[Rollout]) -> tuple[_Column, ...]:
-    return tuple(
-        _Column(spec.name, spec.metadata["axes"], spec.metadata["pad"], spec.default_factory is dict)
-        for spec in dataclasses.fields(kind)
+    shapes = Shapes.of(
+        sum(map(len, parts)), max(part.prompt_ids.shape[1] for part in parts), max(part.width for part in parts)
     )
-
-
-def _map(rollout: Rollout, function: Callable[[Tensor, str, float], Tensor]) -> dict[str, Any]:
-    changed: dict[str, Any] = {}
-    for name, axes, pad, is_mapping in _columns(type(rollout)):
-        value = getattr(rollout, name)
-        if is_mapping:
-            changed[name] = {key: function(tensor, axes, pad) for key, tensor in value.items()}
-        else:
-            changed[name] = None if value is None else function(value, axes, pad)
-    return changed
-
-
-def _resize(tensor: Tensor, width: int, pad: float) -> Tensor:
-    current = tensor.shape[1]
-    if current >= width:
-        return tensor[:, :width]
-    return torch.cat([tensor, tensor.new_full((len(tensor), width - current, *tensor.shape[2:]), pad)], 1)
+    parts = [part for part in parts if len(part)] or parts[:1]  # extras of empty rollouts may have fewer dimensions
+    joined: dict[str, Any] = {}
+    for spec in fields_of(type(parts[0])):
+        join, values = (
+            partial(spec.axis.concatenate, shapes=shapes, pad=spec.pad),
+            [getattr(part, spec.name) for part in parts],
+        )
+        if spec.is_mapping:
+            joined[spec.name] = {key: join([value[key] for value in values]) for key in values[0]}
+        elif values[0] is not None:
+            joined[spec.name] = join(values)
+    return type(parts[0])(**joined)
 
 
 def _difference(names: list[set[str]]) -> str:

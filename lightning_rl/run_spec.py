@@ -19,6 +19,8 @@ from lightning_rl.corrections import (
     TOKEN_REWARDS,
     Corrections,
     LossView,
+    RLCallback,
+    outputs_from,
 )
 from lightning_rl.distributed import Parallel
 from lightning_rl.environments import EnvironmentReward
@@ -27,7 +29,7 @@ from lightning_rl.losses import LOSSES, PolicyLoss
 from lightning_rl.policy import ModelOptions
 from lightning_rl.policy.attention import choose_attention, hardware_of
 from lightning_rl.policy.liger import has_liger
-from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, SUM_PI_SQUARED, Rollout
+from lightning_rl.rollout import EXPERT_LOAD, GREEDY_SCORE, SAMPLING_MASK, SUM_PI_SQUARED, TOP_LOGPROBS, Rollout
 from lightning_rl.signal.reductions import token_mean
 
 Problems = Iterator[str]
@@ -135,7 +137,7 @@ def needs(algorithm: Algorithm, *, steps_per_rollout: int, rollout_as_old: bool 
         rollout_as_old=rollout_as_old,
         ref_logprobs=any("ref_logprobs" in fields for _, fields in _reading(algorithm)),
         sum_pi_squared=f"token_extras/{SUM_PI_SQUARED}" in early,
-        expert_load=any("router_loss" in fields for _, fields in _reading(algorithm)),
+        expert_load=any(outputs_from(EXPERT_LOAD) & set(fields) for _, fields in _reading(algorithm)),
     )
 
 
@@ -182,7 +184,7 @@ def check_ratios(spec: RunSpec) -> Problems:
     """Yield a problem if the importance ratios of loss and weights count one policy twice."""
     loss, weights = spec.algorithm.loss, spec.corrections.contributors("token_weight")
     factors = [(_script_name("loss", loss, LOSSES), loss.ratio, None)]
-    centering = [callback for callback in spec.corrections.callbacks if "rollout_kl" in callback.reads_at_loss]
+    centering = _centering(spec.corrections)
     if centering and loss.ratio is not None and loss.ratio[1] == "rollout":
         yield (
             f"expected a loss without a ratio to the rollout policy beside {type(centering[0]).__name__}, got "
@@ -393,8 +395,7 @@ def check_pipelining(spec: RunSpec) -> Problems:
         )
     loss, correcting = spec.algorithm.loss, spec.corrections.contributors(*POLICY_LOSS_FACTORS)
     reads = {*loss.reads, *(field for callback in correcting for field in (*callback.reads, *callback.reads_at_loss))}
-    centers = any("rollout_kl" in callback.reads_at_loss for callback in spec.corrections.callbacks)
-    if "rollout_logprobs" not in reads and not centers:
+    if "rollout_logprobs" not in reads and not _centering(spec.corrections):
         cure = "OffPolicyIS" if loss.ratio is None else "TruncatedIS"
         warnings.warn(
             f"max_staleness={staleness} trains on samples of earlier weights, and nothing corrects for it: add "
@@ -425,6 +426,12 @@ CHECKS = (
     *(check_estimator, check_turn_rewards, check_reads, check_filters),
 )
 FIT_CHECKS = (check_reference, check_extras, check_pipelining, check_sizes)
+
+
+def _centering(corrections: Corrections) -> list[RLCallback]:
+    """Return the corrections that read an output of the forward computed from the engine's likeliest tokens."""
+    outputs = outputs_from(TOP_LOGPROBS)
+    return [callback for callback in corrections.callbacks if outputs & set(callback.reads_at_loss)]
 
 
 def _early_fields(algorithm: Algorithm) -> set[str]:

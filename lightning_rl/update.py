@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_rl.algorithm import Algorithm, LossParts
-from lightning_rl.corrections import FURTHER_OUTPUTS, Corrections, LossView, Stat, StepTrace
+from lightning_rl.corrections import OUTPUTS, Corrections, LossView, Outputs, Stat, StepTrace
 from lightning_rl.corrections.stat import merge_moments
 from lightning_rl.distributed import ALONE, Collectives
-from lightning_rl.policy import Microbatch, Outputs
+from lightning_rl.policy import Microbatch
 from lightning_rl.policy.batch_invariance import check_bitwise
 from lightning_rl.policy.model import FiniteOutputs
 from lightning_rl.policy.plan import plan_of_rows
@@ -267,11 +267,6 @@ def loss_view(rows: Rollout, outputs: Outputs, *, entropy_gradient: bool = False
         values[name] = None if values[name] is None else values[name].to(outputs.logprobs.dtype)
     if rows.old_logprobs is None:
         values["old_logprobs"] = outputs.logprobs.detach()
-    entropy = outputs.entropy if entropy_gradient else outputs.entropy.detach()
-    return LossView(
-        **values,
-        logprobs=outputs.logprobs,
-        entropy=entropy,
-        current_values=outputs.values,
-        **{name: getattr(outputs, name) for name in FURTHER_OUTPUTS},
-    )
+    if not entropy_gradient:
+        outputs = outputs._replace(entropy=outputs.entropy.detach())
+    return LossView(**values, **{spec.name: getattr(outputs, spec.output) for spec in OUTPUTS})

@@ -33,8 +33,8 @@ NO_SAMPLE = {
     "Needs", "WeightPlan", "Kernel", "Hardware", "FunctionLoss", "DrGRPO", "Columns", "Limits", "RunModels",
     "WeightFiles", "WeightSync", "Sampler", "Collector", "Run", "RolloutGenerator", "GeneratorAhead", "RunState",
     "Environments", "Algorithm", "ConversationLimits", "RowCheck", "Bridge", "CallStyle", "ModuleValues",
-    "ModuleDifference", "Event", "TokenPosition", "Replayed", "Capabilities", "_Column", "Moments", "Population",
-    "TurnEstimates", "Stat", "SandboxResult",
+    "ModuleDifference", "Event", "TokenPosition", "Replayed", "Capabilities", "Field", "Items", "Shapes", "Moments",
+    "Population", "TurnEstimates", "Stat", "SandboxResult",
 }  # fmt: skip
 PLAIN = {"NamedTuple", "TypedDict", "BaseModel", "Struct"}
 MODULES = ("module", "pl_module", "trainer")

@@ -36,7 +36,7 @@ def ragged_view(seed: int = 0) -> LossView:
     draw = torch.Generator().manual_seed(seed + 1)
     noise, entropy, values = torch.randn(3, *rollout.response_ids.shape, generator=draw, dtype=torch.float64).unbind()
     logprobs = torch.where(rollout.valid_tokens, rollout.require("old_logprobs") + noise / 3, 0.0)
-    rollout = rollout.map(lambda tensor, _axes, _pad: tensor.nan_to_num() if tensor.is_floating_point() else tensor)
+    rollout = rollout.map(lambda tensor, _axis, _pad: tensor.nan_to_num() if tensor.is_floating_point() else tensor)
     view = view_of_rollout(rollout, logprobs.requires_grad_())
     return view.replace(entropy=entropy.abs().requires_grad_(), current_values=values.requires_grad_())
 

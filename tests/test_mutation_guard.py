@@ -58,7 +58,7 @@ way = pytest.mark.parametrize("edit", WAYS, ids=lambda edit: edit.__name__)
 
 def finite_rollout() -> Rollout:
     return ragged_rollout().map(
-        lambda tensor, _axes, _pad: tensor.nan_to_num() if tensor.is_floating_point() else tensor
+        lambda tensor, _axis, _pad: tensor.nan_to_num() if tensor.is_floating_point() else tensor
     )
 
 
@@ -250,7 +250,7 @@ def test_reading_in_every_way_is_no_edit() -> None:
     def reading(seen: Rollout) -> Tensor:
         getattr(seen, FIELD).numpy().sum()
         seen.sanitize().map(
-            lambda tensor, _axes, _pad: tensor.clone().zero_() if tensor.dtype.is_floating_point else tensor
+            lambda tensor, _axis, _pad: tensor.clone().zero_() if tensor.dtype.is_floating_point else tensor
         )
         copy.deepcopy(seen).rewards.zero_()
         return seen.rewards

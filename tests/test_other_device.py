@@ -42,7 +42,7 @@ from lightning_rl.callbacks import (
     RolloutKL,
     TruncatedIS,
 )
-from lightning_rl.corrections import Corrections, Stat
+from lightning_rl.corrections import OUTPUTS, Corrections, Stat
 from lightning_rl.corrections.stat import stack_moments
 from lightning_rl.metrics import MetricLog
 from lightning_rl.policy import Outputs, PolicyModel
@@ -97,9 +97,8 @@ def step_of(algorithm: Algorithm, device: torch.device | str) -> Numbers:
     values = leaf.detach() * 0.5
 
     def table(microbatch: Any) -> Outputs:
-        return from_table(
-            Outputs(leaf * 1, leaf.square() + 0.1, values, rollout_kl=leaf.abs(), router_loss=leaf.exp())
-        )(microbatch)
+        further = {spec.output: leaf.exp() for spec in OUTPUTS if spec.inputs}
+        return from_table(Outputs(leaf * 1, leaf.square() + 0.1, values, **further))(microbatch)
 
     gradient = accumulate_gradient(rollout, plan.step(0), table, algorithm, backward=lambda loss: loss.backward())
     assert leaf.grad is not None

@@ -4,7 +4,8 @@ import copy
 import dataclasses
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import FinishReason, LossView, Rollout
-from lightning_rl.rollout import PROMPT, ROW, TOKEN, concatenate, pad_lists, pad_rows
+from lightning_rl.corrections import OUTPUTS, Outputs, outputs_from
+from lightning_rl.fields import PROMPT, ROW, TOKEN, Field, Items, Ragged, declare, fields_of
+from lightning_rl.rollout import concatenate, pad_lists, pad_rows
 
 
 def whole_rollout(seed: int = 0, **options: Any) -> Rollout:
@@ -34,13 +37,8 @@ def whole_rollout(seed: int = 0, **options: Any) -> Rollout:
 def whole_view() -> LossView:
     rollout = whole_rollout()
     logprobs = torch.full(rollout.response_ids.shape, -1.0)
-    outputs = {
-        "current_values": logprobs * 2,
-        "rollout_kl": -logprobs,
-        "router_loss": 1 - logprobs,
-        "prepared": logprobs < -2,
-    }
-    return view_of_rollout(rollout, logprobs).replace(**outputs)
+    outputs = {spec.name: place - logprobs for place, spec in enumerate(OUTPUTS)}
+    return view_of_rollout(rollout, logprobs).replace(**outputs, prepared=logprobs < -2)
 
 
 EXAMPLES: list[Rollout] = [whole_rollout(), whole_view()]
@@ -58,12 +56,8 @@ def each_tensor(check: Callable[[Rollout, str], None]) -> Callable[[Rollout], No
     return test
 
 
-def axes_of(example: Rollout, name: str) -> str:
-    return {spec.name: spec.metadata["axes"] for spec in dataclasses.fields(example)}[name.partition("/")[0]]
-
-
-def pad_of(example: Rollout, name: str) -> float:
-    return {spec.name: spec.metadata["pad"] for spec in dataclasses.fields(example)}[name.partition("/")[0]]
+def field_of(example: Rollout, name: str) -> Field:
+    return next(spec for spec in fields_of(type(example)) if spec.name == name.partition("/")[0])
 
 
 def same(found: Tensor, expected: Tensor) -> None:
@@ -80,7 +74,12 @@ def changed(example: Rollout, name: str, tensor: Tensor) -> Rollout:
 def test_the_example_has_every_field(example: Rollout) -> None:
     there = {name.partition("/")[0] for name, _ in example.tensors()}
     assert there == {spec.name for spec in dataclasses.fields(example)}
-    assert {spec.metadata["axes"] for spec in dataclasses.fields(example)} <= {ROW, PROMPT, TOKEN}
+    assert {spec.axis for spec in fields_of(type(example))} <= {ROW, PROMPT, TOKEN}
+
+
+def test_every_output_of_the_forward_but_one_of_the_old_policy_is_a_field_of_the_view() -> None:
+    assert {spec.output for spec in OUTPUTS} == set(Outputs._fields) - {"sum_pi_squared"}
+    assert outputs_from("top_logprobs") == {"rollout_kl"}
 
 
 @each_tensor
@@ -102,15 +101,15 @@ def test_concatenate_undoes_a_split_of_every_field(example: Rollout, name: str) 
 
 @each_tensor
 def test_concatenate_pads_every_field_to_the_widest(example: Rollout, name: str) -> None:
-    narrow = example.fit_width(4).map(lambda tensor, axes, _: tensor[:, :2] if axes == PROMPT else tensor)
+    narrow = example.fit_width(4).map(lambda tensor, axis, _: tensor[:, :2] if axis == PROMPT else tensor)
     joined = dict(concatenate([narrow, example]).tensors())[name]
     have = dict(narrow.tensors())[name]
     same(joined[len(narrow) :], dict(example.tensors())[name])
-    if axes_of(example, name) == ROW:
+    if field_of(example, name).axis == ROW:
         same(joined[: len(narrow)], have)
     else:
         same(joined[: len(narrow), : have.shape[1]], have)
-        assert (joined[: len(narrow), have.shape[1] :] == pad_of(example, name)).all()
+        assert (joined[: len(narrow), have.shape[1] :] == field_of(example, name).pad).all()
 
 
 @each_tensor
@@ -118,12 +117,12 @@ def test_fit_width_cuts_and_pads_the_response_axis_alone(example: Rollout, name:
     tensor = dict(example.tensors())[name]
     for width in (0, 3, example.width, 10):
         found = dict(example.fit_width(width).tensors())[name]
-        if axes_of(example, name) != TOKEN:
+        if field_of(example, name).axis != TOKEN:
             same(found, tensor)
             continue
         assert found.shape == (len(example), width, *tensor.shape[2:])
         same(found[:, : example.width], tensor[:, :width])
-        assert (found[:, example.width :] == pad_of(example, name)).all()
+        assert (found[:, example.width :] == field_of(example, name).pad).all()
 
 
 @each_tensor
@@ -188,8 +187,8 @@ def test_a_wrong_number_of_rows_is_refused_by_name(example: Rollout, name: str) 
 
 @each_tensor
 def test_a_wrong_width_or_rank_is_refused_by_name(example: Rollout, name: str) -> None:
-    tensor, axes = dict(example.tensors())[name], axes_of(example, name)
-    if axes == TOKEN:
+    tensor, axis = dict(example.tensors())[name], field_of(example, name).axis
+    if axis == TOKEN:
         blame = "action_mask" if name == "response_ids" else name  # the width is that of response_ids
         with pytest.raises(ValueError, match=f"expected {blame} of shape"):
             changed(example, name, tensor[:, :-1])
@@ -208,11 +207,11 @@ def test_no_field_can_be_assigned(name: str) -> None:
 def test_dict_fields_are_read_only_copies(name: str) -> None:
     given = {"own": torch.zeros(12, 4 if name == "prompt_extras" else 7)}
     rollout = whole_rollout().replace(**{name: {"own": given["own"][:, 0]} if name == "rewards_by_function" else given})
-    field = getattr(rollout, name)
+    entries = getattr(rollout, name)
     with pytest.raises(TypeError):
-        field["another"] = torch.zeros(12)
+        entries["another"] = torch.zeros(12)
     given["late"] = torch.zeros(1)
-    assert list(field) == ["own"]
+    assert list(entries) == ["own"]
 
 
 def test_concatenate_refuses_different_fields_and_names_them() -> None:
@@ -295,3 +294,53 @@ def test_a_state_with_a_former_name_of_a_field_loads() -> None:
     state = ragged_rollout().state()
     older = {name.replace("rewards_by_function", "task_rewards"): value for name, value in state.items()}
     assert older.keys() != state.keys() == Rollout.from_state(older).state().keys()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pictured(Rollout):
+    """A rollout with 0, 1 or 2 pictures per row, and a number per picture."""
+
+    pictures: Ragged | None = field(default=None, metadata=declare(Items("pictures")))
+
+
+COUNTS = torch.arange(12) % 3
+PICTURED = Pictured.from_state(ragged_rollout().state()).replace(
+    pictures=Ragged(torch.arange(24.0).reshape(12, 2)[: int(COUNTS.sum())], COUNTS)
+)
+
+
+def items_of(rollout: Pictured) -> list[list[list[float]]]:
+    assert rollout.pictures is not None
+    return [part.tolist() for part in rollout.pictures.values.split(rollout.pictures.counts.tolist())]
+
+
+@pytest.mark.parametrize(
+    ("operation", "rows"),
+    {
+        "an index with repetitions": (lambda one: one.select(torch.tensor([5, 0, 5, 2])), [5, 0, 5, 2]),
+        "a mask": (lambda one: one.select(COUNTS == 2), [2, 5, 8, 11]),
+        "no row": (lambda one: one.select(torch.arange(0)), []),
+        "cut responses": (lambda one: one.select(torch.arange(5), width=2), range(5)),
+        "wider responses": (lambda one: one.fit_width(9), range(12)),
+        "a split": (lambda one: concatenate([one.select(torch.arange(5)), one.select(torch.arange(5, 12))]), range(12)),
+        "with padding": (lambda one: concatenate([one, one.padding_rows(2)]), [*range(12), 0, 0]),
+        "a state": (lambda one: Pictured.from_state(one.state()), range(12)),
+        "a pickle": (lambda one: pickle.loads(pickle.dumps(one)), range(12)),
+        "a clean copy": (lambda one: one.clone().sanitize().to("cpu"), range(12)),
+    }.values(),
+)  # fmt: skip
+def test_items_follow_their_rows(operation: Callable[[Pictured], Pictured], rows: Sequence[int]) -> None:
+    assert items_of(operation(PICTURED)) == [items_of(PICTURED)[row] for row in rows]
+
+
+def test_counts_of_items_stay_in_main_memory_and_their_values_move() -> None:
+    moved = PICTURED.to("meta").pictures
+    assert moved is not None and (moved.values.device.type, moved.counts.device.type) == ("meta", "cpu")
+    assert [name for name, _ in PICTURED.tensors()][-2:] == ["pictures/values", "pictures/counts"]
+
+
+def test_items_of_other_rows_or_another_number_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected counts of 12 items, got a sum of 11"):
+        Ragged(torch.zeros(12), COUNTS[1:] * 0 + 1)
+    with pytest.raises(ValueError, match=r"expected pictures of 12 rows, got counts of 11"):
+        PICTURED.replace(pictures=Ragged(torch.zeros(11), torch.ones(11, dtype=torch.int64)))

@@ -22,7 +22,7 @@ from lightning_rl.audit.step_evidence import RecomputedStep, StepEvidence
 from lightning_rl.audit.turn_boundaries import Written
 from lightning_rl.corrections import (
     CONTRIBUTIONS,
-    FURTHER_OUTPUTS,
+    OUTPUTS,
     REWARDS,
     Corrections,
     LossTerm,
@@ -306,21 +306,15 @@ class Evidence:
             return self.outputs._replace(logprobs=table)
         values = self.rows.values
         values = None if values is None else values.nan_to_num()
-        return Outputs(
-            table,
-            torch.full_like(table, 0.5),
-            values,
-            **{name: torch.full_like(table, 0.1) for name in FURTHER_OUTPUTS},
-        )
+        small = {spec.output: torch.full_like(table, 0.1) for spec in OUTPUTS}
+        return Outputs(**small)._replace(logprobs=table, entropy=torch.full_like(table, 0.5), values=values)
 
     def view(self, rows: Rollout | None = None, drift: float = 0.3, *, entropy_gradient: bool = False) -> LossView:
         """Return the view of :attr:`rows`, or of a changed copy, after the policy has moved."""
         outputs = self.drift_outputs(drift)
         outputs = outputs._replace(entropy=outputs.entropy.detach().requires_grad_(entropy_gradient))
-        further = {name: getattr(outputs, name) for name in FURTHER_OUTPUTS}
-        leaves = {name: one.detach().requires_grad_() for name, one in further.items() if one is not None}
-        outputs = outputs._replace(**leaves)
-        return loss_view(self.rows if rows is None else rows, outputs, entropy_gradient=entropy_gradient)
+        view = loss_view(self.rows if rows is None else rows, outputs, entropy_gradient=entropy_gradient)
+        return view.replace(**view.further_leaves())
 
     def prepare(self, view: LossView) -> LossView:
         """Return the view with the result of ``loss.prepare``, with this view as the whole step."""
@@ -388,9 +382,8 @@ def _in_one_piece(evidence: Evidence, step: StepEvidence) -> RecomputedStep | No
         loss.total + sum(leaf.sum() * 0 for leaf in leaves.values()), list(leaves.values()), materialize_grads=True
     )
     by_name = dict(zip(leaves, gradients, strict=True))
-    names = {"entropy": "entropy", "values": "current_values", **{name: name for name in FURTHER_OUTPUTS}}
-    further = {names[name]: gradient for name, gradient in by_name.items() if name in names}
-    return RecomputedStep(by_name["logprobs"], further, loss.parts)
+    further = {spec.name: by_name[spec.output] for spec in OUTPUTS if spec.output in by_name}
+    return RecomputedStep(further.pop("logprobs"), further, loss.parts)
 
 
 def callback_of_one_method(method: str, function: Callable[[Any], Any], name: str = "zz_audit") -> RLCallback:

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from lightning_rl.audit.parameter_tracer import ParameterTrace
 from lightning_rl.audit.rates import Stepping
-from lightning_rl.corrections import FURTHER_OUTPUTS, StepTrace
+from lightning_rl.corrections import StepTrace
 from lightning_rl.distributed import Collectives
 from lightning_rl.policy import Outputs
 from lightning_rl.rollout import Rollout
@@ -23,7 +23,7 @@ class RecomputedStep(NamedTuple):
 
     Attributes:
         gradient: Gradient of the log-probabilities, [b, T].
-        further: Gradients of ``entropy``, ``current_values`` and ``FURTHER_OUTPUTS``, if they are trained.
+        further: Gradients of the other outputs in a view, by name, if they are trained.
         parts: Parts of the loss.
     """
 
@@ -41,7 +41,7 @@ class StepEvidence:
         rows: Rows of this rank in this step, from the finished rollout.
         outputs: Outputs of the policy on the rows.
         gradient: Gradient of the loss with respect to the log-probabilities, [b, T].
-        further: Gradients with respect to ``entropy``, ``current_values`` and ``FURTHER_OUTPUTS``, if they are trained.
+        further: Gradients with respect to the other outputs in a view, by name, if they are trained.
         planned: Sample ids that the plan contains for this step.
         passes: Sample ids of every step so far, by number of the step.
         masks: ``valid_tokens``, ``trained`` and ``groups`` of the rows of each rank in this step.
@@ -110,17 +110,13 @@ class StepEvidence:
             padded = [pad(part, (0, rows.width - part.shape[1])) for part in parts]
             return torch.cat(padded) if padded else torch.zeros(rows.valid_tokens.shape)
 
-        values = [view.current_values for view in views if view.current_values is not None]
-        further = {name: [getattr(view, name) for view in views] for name in FURTHER_OUTPUTS}
+        outputs: dict[str, list[Tensor]] = {"logprobs": [], "entropy": []}
+        for spec, output in (named for view in views for named in view.outputs()):
+            outputs.setdefault(spec.output, []).append(output)
         masks = (rows.valid_tokens, rows.trained, rows.groups)
         return StepEvidence(
             rows=rows,
-            outputs=Outputs(
-                join([view.logprobs for view in views]),
-                join([view.entropy for view in views]),
-                join(values) if values else None,
-                **{name: join(parts) for name, parts in further.items() if parts and parts[0] is not None},
-            ),
+            outputs=Outputs(**{name: join(parts) for name, parts in outputs.items()}),
             gradient=join([microbatch.gradient / trace.scale for microbatch in microbatches]),
             further={
                 name: join([microbatch.further[name] / trace.scale for microbatch in microbatches])

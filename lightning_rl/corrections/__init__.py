@@ -15,12 +15,12 @@ from lightning_rl.corrections.rl_callback import (
 )
 from lightning_rl.corrections.stat import Stat
 from lightning_rl.corrections.trace import MicrobatchTrace, StepTrace
-from lightning_rl.corrections.view import FURTHER_OUTPUTS, LossView
+from lightning_rl.corrections.view import OUTPUTS, LossView, Outputs, outputs_from
 
 __all__ = [
     "CONTRIBUTIONS",
-    "FURTHER_OUTPUTS",
     "MADE_AFTER",
+    "OUTPUTS",
     "POLICY_LOSS_FACTORS",
     "REWARDS",
     "ROW_REWARDS",
@@ -30,8 +30,10 @@ __all__ = [
     "LossTerm",
     "LossView",
     "MicrobatchTrace",
+    "Outputs",
     "RLCallback",
     "ReplayCorrections",
     "Stat",
     "StepTrace",
+    "outputs_from",
 ]

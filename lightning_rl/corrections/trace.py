@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.corrections.stat import Stat
-from lightning_rl.corrections.view import FURTHER_OUTPUTS, LossView
+from lightning_rl.corrections.view import LossView
 
 
 @dataclass(kw_only=True)
@@ -17,7 +17,7 @@ class MicrobatchTrace:
     Attributes:
         view: Rows with the policy's outputs, detached; no rows for a microbatch of padding.
         gradient: Gradient of the scaled loss with respect to ``view.logprobs``, [b, T].
-        further: Gradients with respect to ``entropy``, ``current_values`` and ``FURTHER_OUTPUTS``, as far as present.
+        further: Gradients with respect to the other outputs in ``view``, by name.
         parts: Shares of this microbatch in the parts of the loss.
     """
 
@@ -51,8 +51,7 @@ class StepTrace:
 
     def follow(self, view: LossView) -> MicrobatchTrace:
         """Add a microbatch, whose gradient is stored during the backward."""
-        outputs = {name: getattr(view, name) for name in ("logprobs", "entropy", "current_values", *FURTHER_OUTPUTS)}
-        present: dict[str, Tensor] = {name: output for name, output in outputs.items() if output is not None}
+        present = {spec.name: output for spec, output in view.outputs()}
         gradients = {name: torch.zeros_like(output.detach()) for name, output in present.items()}
         trace = MicrobatchTrace(
             view=view.replace(**{name: output.detach().clone() for name, output in present.items()}),

@@ -1,14 +1,28 @@
-"""LossView: a microbatch during the update, the input of losses and corrections."""
+"""LossView: a microbatch during the update, the input of losses and corrections, with the outputs of the forward."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from lightning_rl.rollout import TOKEN, Rollout, field_axes
+from lightning_rl.fields import TOKEN, Field, declare, fields_of
+from lightning_rl.rollout import EXPERT_LOAD, TOP_IDS, TOP_LOGPROBS, Rollout
 
-FURTHER_OUTPUTS = ("rollout_kl", "router_loss")
-"""Outputs of the policy's forward besides log-probabilities, entropy and values; each is None unless it is read."""
+
+class Outputs(NamedTuple):
+    """Outputs of a forward for each response position, 0 outside of the valid tokens; shapes [b, T].
+
+    :class:`LossView` declares those that losses and corrections get.
+    """
+
+    logprobs: Float[Tensor, "b T"]
+    entropy: Float[Tensor, "b T"]
+    values: Float[Tensor, "b T"] | None = None
+    sum_pi_squared: Float[Tensor, "b T"] | None = None
+    rollout_kl: Float[Tensor, "b T"] | None = None
+    router_loss: Float[Tensor, "b T"] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,9 +42,34 @@ class LossView(Rollout):
         prepared: Output of the loss's ``prepare`` for these tokens, shape [b, T]; None for a loss without it.
     """
 
-    logprobs: Float[Tensor, "B T"] = field(metadata=field_axes(TOKEN))
-    entropy: Float[Tensor, "B T"] = field(metadata=field_axes(TOKEN))
-    current_values: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
-    rollout_kl: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
-    router_loss: Float[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
-    prepared: Shaped[Tensor, "B T"] | None = field(default=None, metadata=field_axes(TOKEN))
+    logprobs: Float[Tensor, "B T"] = field(metadata=declare(TOKEN, shown=True, output="logprobs"))
+    entropy: Float[Tensor, "B T"] = field(metadata=declare(TOKEN, shown=True, output="entropy"))
+    current_values: Float[Tensor, "B T"] | None = field(
+        default=None, metadata=declare(TOKEN, shown=True, output="values")
+    )
+    rollout_kl: Float[Tensor, "B T"] | None = field(
+        default=None, metadata=declare(TOKEN, output="rollout_kl", inputs=(TOP_IDS, TOP_LOGPROBS))
+    )
+    router_loss: Float[Tensor, "B T"] | None = field(
+        default=None, metadata=declare(TOKEN, output="router_loss", inputs=(EXPERT_LOAD,))
+    )
+    prepared: Shaped[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN))
+
+    def outputs(self) -> Iterator[tuple[Field, Tensor]]:
+        """Yield the outputs of the forward that are not None, with their fields."""
+        for spec in OUTPUTS:
+            if (output := getattr(self, spec.name)) is not None:
+                yield spec, output
+
+    def further_leaves(self) -> dict[str, Tensor]:
+        """Return copies with gradient of the outputs that the forward computes from entries of dict fields."""
+        return {spec.name: output.detach().requires_grad_() for spec, output in self.outputs() if spec.inputs}
+
+
+OUTPUTS = tuple(spec for spec in fields_of(LossView) if spec.output)
+"""Fields of a view that the policy's forward computes."""
+
+
+def outputs_from(entry: str) -> set[str]:
+    """Return the names in a view of the outputs that the forward computes from an entry of a dict field."""
+    return {spec.name for spec in OUTPUTS if entry in spec.inputs}

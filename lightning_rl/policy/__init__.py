@@ -1,6 +1,7 @@
 """Policy, critic and reference: log-probabilities and values of action tokens from a transformers model."""
 
-from lightning_rl.policy.model import FrozenModel, Outputs, PolicyModel
+from lightning_rl.corrections import Outputs
+from lightning_rl.policy.model import FrozenModel, PolicyModel
 from lightning_rl.policy.model_options import ModelOptions
 from lightning_rl.policy.packing import Layout, pack
 from lightning_rl.policy.plan import Microbatch, Plan, make_plan

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import override
 
+from lightning_rl.corrections import OUTPUTS, Outputs
 from lightning_rl.policy.attention import AUTO
 from lightning_rl.policy.batch_invariance import BatchInvariance, is_batch_invariant, make_batch_invariant
 from lightning_rl.policy.context_window import check_window
@@ -44,17 +45,6 @@ LOGIT_OPTIONS = (  # of a model's configuration: factors, a divisor, caps; MPT h
     *("logits_scaling", "final_logit_softcapping", "logits_soft_cap"),
 )
 MULTIPLY = ("hyperclovax",)  # types of models that multiply by logits_scaling, by which Granite divides
-
-
-class Outputs(NamedTuple):
-    """Outputs of a forward for each response position, 0 outside of the valid tokens; shapes [b, T]."""
-
-    logprobs: Float[Tensor, "b T"]
-    entropy: Float[Tensor, "b T"]
-    values: Float[Tensor, "b T"] | None
-    sum_pi_squared: Float[Tensor, "b T"] | None = None
-    rollout_kl: Float[Tensor, "b T"] | None = None
-    router_loss: Float[Tensor, "b T"] | None = None
 
 
 class FiniteOutputs:
@@ -310,7 +300,8 @@ class FrozenModel:
                 "reference= a function that builds the initial policy"
             )
         with self.reading():
-            return self.scoring(replace(layout, top_ids=None, top_logprobs=None, expert_load=None)).logprobs
+            absent: dict[str, Any] = {name: None for spec in OUTPUTS for name in spec.inputs}
+            return self.scoring(replace(layout, **absent)).logprobs
 
 
 class Head(NamedTuple):

@@ -12,7 +12,7 @@ and attention reads its keys and values with each sample.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +23,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from lightning_rl.fields import spans
 from lightning_rl.policy.attention import AUTO, PackedSequences, Shared, attend
 from lightning_rl.policy.batch_invariance import INVARIANT_ATTENTION
-from lightning_rl.rollout import EXPERT_LOAD, SAMPLING_MASK, TOP_IDS, TOP_LOGPROBS, TURNS, Rollout, context_starts
+from lightning_rl.rollout import EXPERT_LOAD, TURNS, Rollout, context_starts
 from lightning_rl.utils.device import to_device
 
 PACKED_ATTENTION = "lightning_rl_packed"
+_GATHERED = {"gathered": True}  # from the entry of token_extras of this name, at the valid tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +53,10 @@ class Layout:
     cu_keys: Int[Tensor, " b1"]
     shape: tuple[int, int]  # [b, T] of the rows
     shared: Shared | None = None  # None if sequences share no inputs
-    sampling_mask: UInt8[Tensor, "A V8"] | None = None  # bits of the tokens that passed the filters
-    top_ids: Int[Tensor, "A K"] | None = None  # likeliest tokens of the engine
-    top_logprobs: Float[Tensor, "A K"] | None = None
+    # bits of the tokens that passed the filters
+    sampling_mask: UInt8[Tensor, "A V8"] | None = field(default=None, metadata=_GATHERED)
+    top_ids: Int[Tensor, "A K"] | None = field(default=None, metadata=_GATHERED)  # likeliest tokens of the engine
+    top_logprobs: Float[Tensor, "A K"] | None = field(default=None, metadata=_GATHERED)
     expert_load: Float[Tensor, "b E"] | None = None  # in the optimizer step of each row
 
     @property
@@ -73,6 +76,10 @@ class Layout:
     def scatter(self, flat: Tensor) -> Tensor:
         """Scatter one value per valid token [A] into [b, T], with 0 elsewhere; differentiable."""
         return flat.new_zeros(self.shape).index_put((self.rows, self.columns), flat)
+
+
+GATHERED = tuple(spec.name for spec in fields(Layout) if spec.metadata)
+"""Entries of ``token_extras`` that the forward reads."""
 
 
 def pack(rows: Rollout, *, packed: bool = True) -> Layout:
@@ -104,7 +111,7 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
         queries = lengths - common.tokens
         order = (queries * (len(inputs) + 1) + lengths).argsort(descending=True, stable=True)  # equal lengths together
         order = order[: int(queries.count_nonzero())]  # the only token of a response is no query
-        keys = _spans(starts[order], lengths[order])
+        keys = spans(starts[order], lengths[order])
         read, is_query = number.index_select(0, keys), own.index_select(0, keys)
         shared = Shared(read, asked := read.masked_select(is_query), _inverse(asked))
         lengths, queries = lengths[order], queries[order]
@@ -131,18 +138,8 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
         shape=(len(rows), rows.width),
         shared=shared,
         expert_load=rows.extras.get(EXPERT_LOAD),
-        **{
-            name: rows.token_extras[name][row, column]
-            for name in (SAMPLING_MASK, TOP_IDS, TOP_LOGPROBS)
-            if name in rows.token_extras
-        },
+        **{name: rows.token_extras[name][row, column] for name in GATHERED if name in rows.token_extras},
     )
-
-
-def _spans(starts: Int[Tensor, " s"], lengths: Int[Tensor, " s"]) -> Int[Tensor, " N"]:
-    """Return the indices of spans, one after another; sorting a key of each token would take longer."""
-    number, shift = int(lengths.sum()), starts - (lengths.cumsum(0) - lengths)
-    return torch.arange(number, device=starts.device) + shift.repeat_interleave(lengths, output_size=number)
 
 
 def _inverse(permutation: Int[Tensor, " N"]) -> Int[Tensor, " N"]:

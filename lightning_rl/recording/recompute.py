@@ -6,16 +6,15 @@ The stages are the functions of the run; recorded log-probabilities replace the 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.corrections import FURTHER_OUTPUTS, LossView, ReplayCorrections, StepTrace
+from lightning_rl.corrections import OUTPUTS, LossView, Outputs, ReplayCorrections, StepTrace
 from lightning_rl.distributed import Collectives
 from lightning_rl.distributed.threaded_ranks import ThreadedRanks
-from lightning_rl.policy import Outputs
 from lightning_rl.policy.plan import Plan, plan_of_rows
 from lightning_rl.recording.recording import Recording
 from lightning_rl.rollout import Rollout
@@ -109,20 +108,13 @@ def _replay_signal(recording: Recording, algorithm: Algorithm, collectives: Coll
 def _replay_step(
     recording: Recording, number: int, plan: Plan, replayed: Replayed, algorithm: Algorithm, collectives: Collectives
 ) -> dict[str, Tensor]:
-    logprobs, entropy = (cast(Tensor, recording.of_step(number, what)) for what in ("logprobs", "entropy"))
-    table, scale = logprobs.clone().requires_grad_(), recording.header["steps"][number]["scale"]
+    recorded: dict[str, Any] = {spec.output: recording.of_step(number, spec.output) for spec in OUTPUTS}
+    table, scale = recorded["logprobs"].clone().requires_grad_(), recording.header["steps"][number]["scale"]
     trace = StepTrace(rollout_number=recording.header["rollout"], step=number)
     gradient = accumulate_gradient(
         replayed.rollout,
         plan.step(number),
-        from_table(
-            Outputs(
-                table,
-                entropy,
-                recording.of_step(number, "values"),
-                **{name: recording.of_step(number, name) for name in FURTHER_OUTPUTS},
-            )
-        ),
+        from_table(Outputs(**recorded | {"logprobs": table})),
         algorithm,
         backward=lambda loss: (loss * scale).backward() if loss.requires_grad else None,
         collectives=collectives,

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.corrections import FURTHER_OUTPUTS, RLCallback, StepTrace
+from lightning_rl.corrections import RLCallback, StepTrace
 from lightning_rl.data import StepIndex
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy.tensor_hash import fingerprint
@@ -215,10 +215,7 @@ class _RecordingDraft:
         self.steps[-1] |= {"scale": trace.scale, "made": trace.made}
         for microbatch in trace.microbatches:
             view = microbatch.view.sanitize()
-            values = {"logprobs": view.logprobs, "entropy": view.entropy, "gradient": microbatch.gradient}
-            values |= {} if view.current_values is None else {"values": view.current_values}
-            further = {name: getattr(view, name) for name in FURTHER_OUTPUTS}
-            values |= {name: value for name, value in further.items() if value is not None}
+            values = {spec.output: output for spec, output in view.outputs()} | {"gradient": microbatch.gradient}
             rows = (view.sample_ids[:, None] == self.rollout.sample_ids).int().argmax(-1)[view.real]
             for name, tensor in values.items() if len(rows) else ():
                 empty = torch.zeros(self.rollout.response_ids.shape, dtype=tensor.dtype)

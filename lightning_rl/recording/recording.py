@@ -1,10 +1,9 @@
 """Recording: the two files of a recorded rollout, tensors as safetensors and everything else as JSON.
 
 ``rollout-000012.safetensors`` holds ``rollout/<field>`` (every field of the Rollout) and ``sampled/scored`` ([B] bool,
-rows with a reward before any mask). For each pass over the rollout, ``pass/<number>/`` holds ``logprobs``, ``entropy``,
-``values`` (with a critic), ``rollout_kl`` (with the engine's likeliest tokens), ``router_loss`` (with RouterAuxLoss)
-and ``gradient``, each [B, T]: outputs of the policy in the step that trained the row, and the gradient of the loss with
-respect to ``logprobs``.
+rows with a reward before any mask). For each pass over the rollout, ``pass/<number>/`` holds the ``Outputs`` of the
+policy that a view has, by name, in the step that trained the row, and ``gradient``, that of the loss with respect to
+``logprobs``, each [B, T].
 ``rollout-000012.json`` holds the rest; see :class:`Recording`.
 """
 

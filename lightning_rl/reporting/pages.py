@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from lightning_rl.algorithm import Algorithm
+from lightning_rl.corrections import OUTPUTS
+from lightning_rl.fields import fields_of
 from lightning_rl.recording import Recording
 from lightning_rl.reporting.attribution import Attribution, attribute
 from lightning_rl.rollout import TURNS, FinishReason, Rollout
 
 LEVEL = 6  # of gzip: higher levels take longer and save little on floats
-PER_TOKEN = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
-OF_PASS = ("logprobs", "entropy", "gradient", "values")
+PER_TOKEN = tuple(spec.name for spec in fields_of(Rollout) if spec.shown)
+OF_PASS = (*(spec.output for spec in OUTPUTS if spec.shown), "gradient")
 KINDS = {torch.float32: "f4", torch.float64: "f8", torch.int32: "i4", torch.uint8: "u1", torch.int16: "i2"}
 
 

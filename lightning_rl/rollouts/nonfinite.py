@@ -77,18 +77,8 @@ def _suspects(current: CurrentRollout, step: int, gradient: StepGradient) -> tup
 
 def _nonfinite_rows(rollout: Rollout) -> list[int]:
     bad = torch.zeros(len(rollout), dtype=torch.bool, device=rollout.response_ids.device)
-    for name, tensor in rollout.tensors():
-        if not tensor.is_floating_point() or tensor.shape[0] != len(rollout):
-            continue
-        if name.startswith("rewards_by_function/"):  # NaN marks rows that the reward function does not apply to
-            tensor = tensor.nan_to_num(0.0, torch.inf, -torch.inf)
-        bad |= _wrong(tensor, rollout.valid_tokens)
+    for spec, _, value in rollout.sanitize().entries():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            wrong = value.isinf() if spec.sparse else ~value.isfinite()
+            bad |= wrong[:, None].flatten(1).any(1)
     return bad.nonzero()[:, 0].tolist()
-
-
-def _wrong(tensor: Tensor, valid: Tensor) -> Tensor:
-    """Mask the rows with a non-finite number outside of padding."""
-    wrong = ~torch.isfinite(tensor)
-    if tensor.shape[:2] == valid.shape:
-        wrong &= valid.reshape(*valid.shape, *[1] * (tensor.dim() - 2))
-    return wrong.flatten(1).any(1) if tensor.dim() > 1 else wrong

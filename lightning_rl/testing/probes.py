@@ -75,8 +75,8 @@ def scale_values(rows: Rollout, scale: float) -> Rollout:
     """
     position, number = torch.arange(rows.width), iter(range(1, 100))
 
-    def rescale(tensor: Tensor, axes: str, _pad: float) -> Tensor:
-        if axes != TOKEN or not tensor.is_floating_point() or tensor.dim() > 2:
+    def rescale(tensor: Tensor, axis: object, _pad: float) -> Tensor:
+        if axis != TOKEN or not tensor.is_floating_point() or tensor.dim() > 2:
             return tensor
         seed = next(number)
         wave = torch.sin(seed + 3.0 * rows.sample_ids[:, None] + (1.0 + seed) * position).to(tensor.dtype)

@@ -73,7 +73,7 @@ way = pytest.mark.parametrize("edit", WAYS, ids=lambda edit: edit.__name__)
 
 def finite_rollout() -> Rollout:
     return ragged_rollout().map(
-        lambda tensor, _axes, _pad: tensor.nan_to_num() if tensor.is_floating_point() else tensor
+        lambda tensor, _axis, _pad: tensor.nan_to_num() if tensor.is_floating_point() else tensor
     )
 
 

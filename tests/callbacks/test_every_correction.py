@@ -48,8 +48,9 @@ from lightning_rl.callbacks import (
     TotalVariationMask,
     TruncatedIS,
 )
-from lightning_rl.corrections import CONTRIBUTIONS, Corrections
+from lightning_rl.corrections import CONTRIBUTIONS, OUTPUTS, Corrections
 from lightning_rl.policy import Microbatch, Outputs
+from lightning_rl.rollout import TOKEN
 from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
 from lightning_rl.update import from_table
 
@@ -113,8 +114,8 @@ def whole_rollout(*, poison: float = 0.0, on_policy: bool = False) -> Rollout:
     if on_policy:
         rollout = rollout.replace(rollout_logprobs=same, ref_logprobs=same)
 
-    def poisoned(tensor: Tensor, axes: str, _pad: float) -> Tensor:
-        at_tokens = axes == "token" and tensor.is_floating_point()
+    def poisoned(tensor: Tensor, axis: object, _pad: float) -> Tensor:
+        at_tokens = axis == TOKEN and tensor.is_floating_point()
         return torch.where(rollout.valid_tokens, tensor, poison) if at_tokens else tensor
 
     return rollout.map(poisoned)
@@ -138,9 +139,8 @@ def view_on(rollout: Rollout, *callbacks: RLCallback, drift: float = 1.0) -> Los
     missing = [one for one in callbacks if one.provides and not _has_fields_of(rollout, one)]
     rollout = Corrections([one for one in missing if "provide" in one.contributes]).provide(rollout)
     kl = (moved - rollout.require("rollout_logprobs")).square() / 2
-    return view_of_rollout(rollout, moved).replace(
-        entropy=entropy if trained else entropy.detach(), rollout_kl=kl, router_loss=2.0 + kl
-    )
+    further = {spec.name: 2.0 * place + kl for place, spec in enumerate(one for one in OUTPUTS if one.inputs)}
+    return view_of_rollout(rollout, moved).replace(entropy=entropy if trained else entropy.detach(), **further)
 
 
 def _has_fields_of(rollout: Rollout, callback: RLCallback) -> bool:
@@ -260,7 +260,8 @@ def test_none_waits_for_an_accelerator_between_microbatches() -> None:
     leaf = torch.zeros(rollout.response_ids.shape, device="meta", dtype=torch.float64, requires_grad=True)
 
     def table(microbatch: Microbatch) -> Outputs:
-        return from_table(Outputs(leaf * 1, leaf * 2, None, rollout_kl=leaf * 3, router_loss=leaf * 4))(microbatch)
+        further = {spec.output: leaf * 3 for spec in OUTPUTS if spec.inputs}
+        return from_table(Outputs(leaf * 1, leaf * 2, **further))(microbatch)
 
     first, rest, _ = reads_within(rollout.sanitize(), table, an_algorithm(corrections, loss=Reinforce()))
     assert first + rest == []

@@ -25,13 +25,13 @@ def view() -> LossView:
     rollout = ragged_rollout()
     draw = torch.Generator().manual_seed(5)
     clean = rollout.map(
-        lambda tensor, _axes, _pad: tensor.nan_to_num() if tensor.is_floating_point() else tensor.clone()
+        lambda tensor, _axis, _pad: tensor.nan_to_num() if tensor.is_floating_point() else tensor.clone()
     )
     return view_of_rollout(clean, torch.randn(rollout.response_ids.shape, generator=draw).requires_grad_())
 
 
 def seen_by(method: str) -> Rollout:
-    return view() if method in AT_LOSS else ragged_rollout().map(lambda tensor, _axes, _pad: tensor.clone())
+    return view() if method in AT_LOSS else ragged_rollout().map(lambda tensor, _axis, _pad: tensor.clone())
 
 
 def call(corrections: Corrections, method: str, seen: Any) -> Any:

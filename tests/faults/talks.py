@@ -75,8 +75,8 @@ def padded_inside(rollout: Rollout) -> Rollout:
     place = torch.arange(wide.width)[None]
     source = torch.where(place < first, place, torch.where(place == first, rollout.width, place - 1))
 
-    def move(tensor: Tensor, axes: str, pad: float) -> Tensor:
-        return tensor.gather(1, source) if axes == TOKEN else tensor
+    def move(tensor: Tensor, axis: object, pad: float) -> Tensor:
+        return tensor.gather(1, source) if axis == TOKEN else tensor
 
     moved = wide.map(move)
     return moved.replace(response_lengths=rollout.response_lengths + holes.any(-1))

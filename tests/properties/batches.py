@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from lightning_rl import FinishReason, LossView
+from lightning_rl.corrections import OUTPUTS
 from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TOKEN, TURNS, concatenate
 
 WIDEST = 6
@@ -84,8 +85,9 @@ def view_of_rows(given: Sequence[Row], seed: int = 0) -> LossView:
         logprobs=old + noise(0.25),
         entropy=noise().abs(),
         current_values=noise(0.5),
-        rollout_kl=noise(0.1).abs(),
-        router_loss=1 + noise(0.1).abs(),
+        **dict[str, Any](
+            (spec.name, place + noise(0.1).abs()) for place, spec in enumerate(one for one in OUTPUTS if one.inputs)
+        ),
     )
 
 
@@ -118,8 +120,8 @@ def disturbed(view: LossView, value: float | None = None) -> LossView:
     """Another number at every invalid token of every float field: ``value``, or noise."""
     draw = torch.Generator().manual_seed(11)
 
-    def spoil(tensor: Tensor, axes: str, _pad: float) -> Tensor:
-        if axes != TOKEN or not tensor.is_floating_point():
+    def spoil(tensor: Tensor, axis: object, _pad: float) -> Tensor:
+        if axis != TOKEN or not tensor.is_floating_point():
             return tensor
         other = torch.randn(tensor.shape, generator=draw, dtype=tensor.dtype) if value is None else value
         return torch.where(view.valid_tokens, tensor, other)
@@ -130,8 +132,8 @@ def disturbed(view: LossView, value: float | None = None) -> LossView:
 def inserted(view: LossView, place: int, number: int = 2) -> LossView:
     """``number`` masked tokens more before position ``place`` of every row: a tool's answer, or padding."""
 
-    def widen(tensor: Tensor, axes: str, pad: float) -> Tensor:
-        if axes != TOKEN:
+    def widen(tensor: Tensor, axis: object, pad: float) -> Tensor:
+        if axis != TOKEN:
             return tensor
         middle = tensor.new_full((len(tensor), number), 7.0 if tensor.is_floating_point() else pad)
         return torch.cat([tensor[:, :place], middle, tensor[:, place:]], 1)
@@ -168,4 +170,4 @@ def shuffled_tokens(view: LossView, seed: int = 3) -> tuple[LossView, Tensor]:
     for row, valid in enumerate(view.valid_tokens):
         own = places[row][valid]
         order[row, valid] = own[keys[row][valid].argsort()]
-    return view.map(lambda tensor, axes, _pad: tensor.gather(1, order) if axes == TOKEN else tensor), order
+    return view.map(lambda tensor, axis, _pad: tensor.gather(1, order) if axis == TOKEN else tensor), order

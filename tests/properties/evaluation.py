@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from lightning_rl import LossView, PolicyLoss, Reinforce, RLCallback, Rollout, ValueLoss
 from lightning_rl.advantages import RewardSignal
 from lightning_rl.callbacks import EntropyBonus
-from lightning_rl.corrections import Corrections
+from lightning_rl.corrections import OUTPUTS, Corrections
 from lightning_rl.corrections.stat import merge_moments
 from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TURNS
 from lightning_rl.signal.masked import GlobalSum, local_sum
@@ -19,7 +19,7 @@ from lightning_rl.signal.reductions import Reduction, token_mean
 from lightning_rl.signal.selection import GlobalConcat, local_values
 from lightning_rl.signal.shaped_rewards import shaped_rewards
 
-LEAVES = ("logprobs", "entropy", "current_values", "rollout_kl", "router_loss")
+LEAVES = tuple(spec.name for spec in OUTPUTS)
 Cut = Sequence[Sequence[int]]
 
 

@@ -44,7 +44,7 @@ from lightning_rl.advantages import (
     PassAtK,
     RelativePosition,
 )
-from lightning_rl.corrections import FURTHER_OUTPUTS
+from lightning_rl.corrections import OUTPUTS
 from lightning_rl.losses import LOSSES, FunctionLoss
 from lightning_rl.signal.reductions import REDUCTIONS, Reduction
 
@@ -136,7 +136,7 @@ def quick_corrections() -> list[Any]:
 
 def leaf_of(correction: RLCallback) -> str:
     """The output of the policy through which a loss term trains."""
-    read = [name for name in FURTHER_OUTPUTS if name in correction.reads_at_loss]
+    read = [spec.name for spec in OUTPUTS if spec.inputs and spec.name in correction.reads_at_loss]
     return "entropy" if correction.trains_entropy else next(iter(read), "logprobs")
 
 

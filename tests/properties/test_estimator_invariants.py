@@ -148,8 +148,8 @@ def test_i_14_padding_changes_nothing(name: str, view: LossView, columns: int, m
 @given(view=views())
 @some
 def test_i_16_statistics_of_float32_rewards_are_exact(name: str, view: LossView) -> None:
-    single = view.map(lambda tensor, _axes, _pad: tensor.float() if tensor.dtype == torch.float64 else tensor)
-    exact = single.map(lambda tensor, _axes, _pad: tensor.double() if tensor.dtype == torch.float32 else tensor)
+    single = view.map(lambda tensor, _axis, _pad: tensor.float() if tensor.dtype == torch.float64 else tensor)
+    exact = single.map(lambda tensor, _axis, _pad: tensor.double() if tensor.dtype == torch.float32 else tensor)
     found = advantages(name, single)
     assert found.dtype == torch.float32
     agree(found.double(), advantages(name, exact), 2e-5)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_rl import LossView, RLCallback
-from lightning_rl.corrections import FURTHER_OUTPUTS, Corrections, LossTerm
+from lightning_rl.corrections import Corrections, LossTerm
 from lightning_rl.signal.importance_ratios import LOG_RATIO_BOUND, policy_ratio, sequence_ratio
 from lightning_rl.signal.kl import KL_ESTIMATORS
 from lightning_rl.signal.reductions import token_mean
@@ -30,7 +30,7 @@ each_sign = pytest.mark.parametrize("sign", [1.0, -1.0], ids=["good", "bad"])
 def rows(lowered: str, gap: float, sign: float = 1.0, *, tokens: int = 1) -> LossView:
     """Return float32 responses, in the first of which one policy gave the first token e^-gap of its probability."""
     view = WITNESS.select(torch.tensor([0, 3, 9, 0]), width=tokens).replace(sample_ids=torch.arange(4) + 7)
-    view = view.map(lambda tensor, _axes, _pad: tensor.float() if tensor.is_floating_point() else tensor)
+    view = view.map(lambda tensor, _axis, _pad: tensor.float() if tensor.is_floating_point() else tensor)
     advantages = torch.tensor([1.0, -0.5, 0.5, -1.0])[:, None].expand(4, tokens) * sign
     at = torch.zeros(4, tokens, dtype=torch.bool)
     at[0, 0] = True
@@ -93,10 +93,8 @@ def factor_of(correction: RLCallback, view: LossView) -> Tensor:
 def test_what_else_corrections_contribute_is_finite(correction: RLCallback, lowered: str) -> None:
     for gap in GAPS[:3]:
         view = provided(rows(lowered, gap, tokens=6), correction)
-        leaves = [view.require(name).detach().requires_grad_() for name in ("logprobs", "entropy", *FURTHER_OUTPUTS)]
-        view = view.replace(
-            logprobs=leaves[0], entropy=leaves[1], **dict(zip(FURTHER_OUTPUTS, leaves[2:], strict=True))
-        )
+        outputs = {spec.name: output.detach().requires_grad_() for spec, output in view.outputs()}
+        view, leaves = view.replace(**outputs), list(outputs.values())
         for method in sorted(correction.contributes & {"loss_term", "token_reward", "provide"}):
             given = getattr(correction, method)(view)
             if isinstance(given, LossTerm):

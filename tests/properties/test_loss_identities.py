@@ -183,7 +183,7 @@ def test_i_12_shares_are_those_of_all_valid_tokens(name: str) -> None:
 def test_i_16_float32_is_close_to_float64(name: str, view: LossView) -> None:
     loss, view = LOSS_EXAMPLES[name], prepared_view(view, LOSS_EXAMPLES[name])
     exact = evaluate(view, loss=loss, reduction=token_mean)
-    single = view.map(lambda tensor, _axes, _pad: tensor.float() if tensor.dtype == torch.float64 else tensor)
+    single = view.map(lambda tensor, _axis, _pad: tensor.float() if tensor.dtype == torch.float64 else tensor)
     found = evaluate(single, loss=loss, reduction=token_mean)
     assert found.loss.dtype == torch.float64 and found.gradients[0].dtype == torch.float32
     agree(found.loss, exact.loss, 1e-5)

@@ -15,7 +15,7 @@ def a_rollout(*, packed: bool = True) -> CurrentRollout:
     rollout = ragged_rollout(9).replace(
         extras={"weight": torch.ones(9)}, token_extras={"teacher": torch.zeros(9, 7, dtype=torch.float64)}
     )
-    rollout = rollout.map(lambda tensor, _axes, _pad: tensor.clone())  # separate tensors
+    rollout = rollout.map(lambda tensor, _axis, _pad: tensor.clone())  # separate tensors
     plan = make_plan(
         rollout,
         minibatches=3,

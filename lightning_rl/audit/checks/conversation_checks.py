@@ -251,7 +251,7 @@ def silent_environments(evidence: Evidence) -> Iterator[Finding | Skip]:
         yield Skip("corrections that give rewards may read environment tokens")
         return
     order = (~groups.action_mask).to(torch.int8).argsort(dim=-1, stable=True)
-    alone = groups.map(lambda tensor, axes, _: _along(tensor, order) if axes == TOKEN else tensor)
+    alone = groups.map(lambda tensor, axis, _: _along(tensor, order) if axis == TOKEN else tensor)
     alone = alone.replace(response_lengths=groups.action_mask.sum(-1).to(groups.response_lengths.dtype))
     theirs = torch.zeros_like(evidence.advantages).scatter(1, order, evidence.advantages_of(alone))
     valid, atol = groups.valid_tokens, signal_rounding(groups, groups, evidence.advantages)

@@ -65,7 +65,7 @@ def uniform_view(
         for name in POLICIES
         if getattr(view, name) is not None
     }
-    view = view.map(lambda tensor, _axes, _pad: tensor.detach().to(dtype) if tensor.is_floating_point() else tensor)
+    view = view.map(lambda tensor, _axis, _pad: tensor.detach().to(dtype) if tensor.is_floating_point() else tensor)
     shape, other = view.valid_tokens.shape, fields.get("ref_logprobs", fields["old_logprobs"])
     extras = {
         name: other if tensor.shape == shape and tensor.is_floating_point() else tensor

@@ -125,8 +125,8 @@ def _variation(rollout: RolloutT, drift: float) -> RolloutT:
     """Return a copy whose float fields differ, each by a different pattern over rows and tokens."""
     number, rows = iter(range(100)), torch.arange(len(rollout), device=rollout.groups.device)[:, None]
 
-    def move(tensor: Tensor, axes: str, _pad: float) -> Tensor:
-        if axes != TOKEN or not tensor.is_floating_point() or tensor.dim() != 2:
+    def move(tensor: Tensor, axis: object, _pad: float) -> Tensor:
+        if axis != TOKEN or not tensor.is_floating_point() or tensor.dim() != 2:
             return tensor
         place = next(number)
         pattern = torch.sin(pattern_of(rollout) * (3.0 + place)) + torch.cos(1.7 * rows + 2.1 * place)

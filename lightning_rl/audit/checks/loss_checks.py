@@ -87,8 +87,8 @@ def loss_padding_width(evidence: Evidence) -> Iterator[Finding | Skip]:
     findings = list(step_changes(evidence, evidence.table_step(wider)))
     yield from findings
 
-    def longer(tensor: Tensor, axes: str, _pad: float) -> Tensor:
-        return torch.cat([tensor[:, :1], tensor], 1) if axes == PROMPT else tensor
+    def longer(tensor: Tensor, axis: object, _pad: float) -> Tensor:
+        return torch.cat([tensor[:, :1], tensor], 1) if axis == PROMPT else tensor
 
     rows = evidence.rows.map(longer)
     bare = replace(evidence, algorithm=evidence.algorithm.replace(corrections=ReplayCorrections()))

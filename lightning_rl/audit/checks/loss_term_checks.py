@@ -10,9 +10,9 @@ from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.formula_checks import uniform_view
 from lightning_rl.audit.evidence import CorrectionMethod, Evidence, callback_of_one_method
 from lightning_rl.callbacks import PositiveNLL
-from lightning_rl.corrections import FURTHER_OUTPUTS, TOKEN_REWARDS, LossView
+from lightning_rl.corrections import TOKEN_REWARDS, LossView, outputs_from
 from lightning_rl.corrections.recorded import ReplayCorrections
-from lightning_rl.rollout import FinishReason, Rollout
+from lightning_rl.rollout import TOP_LOGPROBS, FinishReason, Rollout
 from lightning_rl.signal.masked import local_sum
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.trainer import is_own
@@ -46,11 +46,9 @@ def gradient_liveness(evidence: Evidence) -> Iterator[Finding | Skip]:
         if reads_parameters(raw := term(view).per_token):
             yield Skip(f"{term} reads parameters of a model itself")
             continue
-        per_token, leaves = (
-            torch.where(view.valid_tokens, raw, 0.0),
-            [view.logprobs, *(getattr(view, name) for name in FURTHER_OUTPUTS)],
-        )
-        leaves = [view.entropy] if term.callback.trains_entropy else [leaf for leaf in leaves if leaf is not None]
+        per_token = torch.where(view.valid_tokens, raw, 0.0)
+        further = [output for spec, output in view.outputs() if spec.inputs]
+        leaves = [view.entropy] if term.callback.trains_entropy else [view.logprobs, *further]
         gradient = torch.stack([gradient_of(per_token, leaf).abs() for leaf in leaves]).sum(0)
         trained = view.valid_tokens
         if term.callback.chooses_rows:
@@ -204,7 +202,7 @@ def distances_pull_back(evidence: Evidence) -> Iterator[Finding]:
                 cure = "subtract a positive coefficient times the entropy from the loss"
                 yield Finding(culprit=str(contribution), expected=expected, observed=observed, cure=cure)
             continue
-        if is_term and _slope_of(evidence, contribution, "rollout_kl", 0.1) < 0:
+        if is_term and any(_slope_of(evidence, contribution, name, 0.1) < 0 for name in outputs_from(TOP_LOGPROBS)):
             yield Finding(culprit=str(contribution))
             continue
         force = _slope if is_term else _reward
@@ -307,11 +305,10 @@ def _trained_tokens(loss_term: CorrectionMethod, view: LossView) -> Tensor:
     """Return the tokens at which a term has a gradient, [b, T] bool."""
     view = view.replace(
         entropy=torch.where(view.valid_tokens, view.entropy.detach(), 0.0).requires_grad_(),
-        **{name: one.detach().requires_grad_() for name in FURTHER_OUTPUTS if (one := getattr(view, name)) is not None},
+        **view.further_leaves(),
     )
     per_token = torch.where(view.valid_tokens, loss_term(view).per_token, 0.0)
-    further = [getattr(view, name) for name in FURTHER_OUTPUTS]
-    leaves = [leaf for leaf in (view.logprobs, view.entropy, *further) if leaf is not None]
+    leaves = [view.logprobs, view.entropy, *(output for spec, output in view.outputs() if spec.inputs)]
     return torch.stack([gradient_of(per_token, leaf).abs() for leaf in leaves]).sum(0) != 0
 
 

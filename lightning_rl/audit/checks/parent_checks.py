@@ -35,7 +35,7 @@ def parent_promises(evidence: Evidence) -> Iterator[Finding]:
         if isinstance(callback, NoEOSMask):
             yield from _mask_findings(callback, rows)
         if isinstance(callback, OverlongPenalty):
-            longer = rows.map(lambda part, axes, _: torch.cat([part[:, :1], part], 1) if axes == PROMPT else part)
+            longer = rows.map(lambda part, axis, _: torch.cat([part[:, :1], part], 1) if axis == PROMPT else part)
             longer = longer.replace(prompt_lengths=rows.prompt_lengths + 1)
             if not torch.equal(callback.reward_bonus(rows), callback.reward_bonus(longer)):
                 expected, observed = "a penalty that does not depend on the length of the prompt", "one that does"

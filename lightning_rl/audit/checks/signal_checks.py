@@ -33,8 +33,8 @@ def poison(rollout: Rollout) -> Rollout:
     valid = rollout.valid_tokens
     place = torch.arange(valid.numel(), device=valid.device).reshape(valid.shape) % len(POISONS)
 
-    def at_invalid(tensor: Tensor, axes: str, _pad: float) -> Tensor:
-        if axes != TOKEN or not tensor.is_floating_point():
+    def at_invalid(tensor: Tensor, axis: object, _pad: float) -> Tensor:
+        if axis != TOKEN or not tensor.is_floating_point():
             return tensor
         shape = (*valid.shape, *[1] * (tensor.dim() - 2))
         return torch.where(valid.reshape(shape), tensor, tensor.new_tensor(POISONS)[place].reshape(shape))

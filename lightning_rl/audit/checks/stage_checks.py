@@ -50,7 +50,7 @@ def changes(rollout: Rollout) -> list[Change]:
     everything = torch.arange(len(rollout), device=device)
     interleaved = (10.0 * torch.sin(1.0 + 7.0 * everything)).argsort()
     wider = rollout.fit_width(rollout.width + WIDER)
-    wider = wider.map(lambda tensor, axes, pad: _widen(tensor, pad) if axes == PROMPT else tensor)
+    wider = wider.map(lambda tensor, axis, pad: _widen(tensor, pad) if axis == PROMPT else tensor)
     return [
         Change("the same for rows in another order", rollout.select(interleaved), interleaved),
         Change("the same for rows in reverse order", rollout.select(everything.flip(0)), everything.flip(0)),
@@ -164,8 +164,8 @@ def counts_padding(contribution: CorrectionMethod, rows: RolloutT) -> Change | N
     for size, turn, sign in itertools.product(SIZES, (0, 1), (1.0, -1.0)):
         number = itertools.count()
 
-        def move(tensor: Tensor, axes: str, _pad: float, size: float = size, turn: int = turn) -> Tensor:
-            if axes != TOKEN or not tensor.is_floating_point() or tensor.dim() != 2:
+        def move(tensor: Tensor, axis: object, _pad: float, size: float = size, turn: int = turn) -> Tensor:
+            if axis != TOKEN or not tensor.is_floating_point() or tensor.dim() != 2:
                 return tensor
             place = next(number)  # noqa: B023  of the fields of one copy
             moved = -size * (20 - place if turn else 2 + place) * pattern
