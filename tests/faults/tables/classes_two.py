@@ -404,8 +404,8 @@ def metrics_of_shaped(rollout: Rollout, scores: Tensor, shaped: Tensor) -> dict[
 
 
 def scores_as_rewards(result: Any, *_: Any) -> Any:
-    rollout, signal = result
-    return rollout.replace(rewards=signal.scores), signal
+    rollout, signal, stats = result
+    return rollout.replace(rewards=signal.scores), signal, stats
 
 
 def renames_for_dashboard(trainer: Any, pl_module: Any) -> None:
