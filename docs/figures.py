@@ -6,8 +6,8 @@
 The quickstart's policy trains for a few rollouts with fixed seeds: four optimizer steps for each, one rollout generated
 ahead, so that policies differ. The last rollout and its steps are then what every algorithm is shown: a loss gives the
 gradient at each of its tokens, an estimator the advantage, a mask its decision. Algorithms that need a critic, answers
-that were truncated, or a mixture of experts see a separate run. A correction without an entry in :data:`FIGURES` is drawn
-from its example. What the default makes of the same is drawn in grey.
+that were truncated, or a mixture of experts see a separate run. What the default makes of the same is drawn in grey. A
+correction without an entry in :data:`FIGURES` is drawn from its example in ``tests/properties/corrections.py``.
 """
 
 import re
