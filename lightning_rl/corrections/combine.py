@@ -102,6 +102,15 @@ class Corrections:
         offering = {callback for method in methods for callback in self._contributors[method]}
         return tuple(callback for callback in self.callbacks if callback in offering)
 
+    def unlogged_metrics(self) -> list[str]:
+        """Return the metrics of :data:`LOGGED_BY_CORE` whose methods the callbacks do not override."""
+        return [
+            f"{callback.name}/{metric}"
+            for callback in self.callbacks
+            for method, metrics in LOGGED_BY_CORE.items()
+            for metric in (() if method in callback.contributes else metrics)
+        ]
+
     def alone(self) -> "Corrections":
         """Return copies of the callbacks without collectives."""
         return type(self)([copy.copy(callback) for callback in self.callbacks], ALONE)
