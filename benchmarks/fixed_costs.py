@@ -75,9 +75,9 @@ class ScriptedEngine(FakeEngine):
         self.taken = Seconds([], [])
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         wall, cpu = time.perf_counter(), time.process_time()
-        drawn = super()._draw(requests, logprobs=logprobs)
+        drawn = super().generate_batch(requests, logprobs=logprobs)
         self.taken.add(time.perf_counter() - wall, time.process_time() - cpu)
         return drawn
 

@@ -161,9 +161,9 @@ class Deaf(VLLMEngine):
     listens = True
 
     @override
-    def _take(self, weights: Any, version: int) -> None:
+    def load_stream(self, weights: Any, version: int) -> None:
         if self.listens:
-            super()._take(weights, version)
+            super().load_stream(weights, version)
         else:
             for _ in weights:
                 pass

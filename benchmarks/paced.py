@@ -110,8 +110,8 @@ class PacedEngine(FakeEngine):
         return (self.clock.now() - self._paused) / self.seconds
 
     @override
-    def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        super()._take(weights, version)
+    def load_stream(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        super().load_stream(weights, version)
         with self.changed:
             self.advance()
             step, begin = self._step(), self.clock.now()
@@ -125,8 +125,8 @@ class PacedEngine(FakeEngine):
             self.changed.notify_all()
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        completions = super()._draw(requests, logprobs=logprobs)
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        completions = super().generate_batch(requests, logprobs=logprobs)
         with self.changed:
             self.advance()
             number, step = self.asked, self._step()

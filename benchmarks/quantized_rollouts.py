@@ -100,9 +100,9 @@ class RoundedEngine(TransformersEngine):
         super().start(copy.deepcopy(model), tokenizer, device=device, dtype=dtype)
 
     @override
-    def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_stream(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         rounded = ((name, self.rounding(one) if one.dim() == 2 else one) for name, one in weights)
-        super()._take(rounded, version)
+        super().load_stream(rounded, version)
 
 
 class Mismatch(DummyLogger):

@@ -47,9 +47,9 @@ class TimedEngine(TransformersEngine):
         self.phases = phases
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         with self.phases.of("generation"):
-            return super()._draw(requests, logprobs=logprobs)
+            return super().generate_batch(requests, logprobs=logprobs)
 
 
 class ScriptedLengths(TimedEngine):
@@ -61,11 +61,11 @@ class ScriptedLengths(TimedEngine):
         self.samplings = [SamplingParams(max_new_tokens=length, eos_token_ids=()) for length in work.lengths]
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         scripted = [
             replace(request, sampling=self.samplings[request.sample_id % len(self.samplings)]) for request in requests
         ]
-        drawn = super()._draw(scripted, logprobs=logprobs)
+        drawn = super().generate_batch(scripted, logprobs=logprobs)
         return [replace(each, token_ids=self._with_eos(each.token_ids), finish=FinishReason.STOP) for each in drawn]
 
     def _with_eos(self, ids: Sequence[int]) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ class FrozenKL(RLCallback):
     """
 
     frozen: ClassVar[tuple[str, ...]] = ()
+    penalizes_kl = True
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Write docs/algorithms.md from the registries of the code. Run ``python docs/algorithms.py``.
 
-A new export needs an entry in :data:`RECORDED` and one in ``figures.py``; everything else is read from its docstring.
+Everything but the entries of :data:`RECORDED` is read from docstrings.
 """
 
 import importlib
@@ -26,6 +26,7 @@ from roles import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path(__file__).with_suffix(".md")
+HELPS = re.compile(r"^Helps .*?\.(?=\s|$)", re.MULTILINE | re.DOTALL)
 ARXIV = re.compile(r"arXiv:(\d{4}\.\d{5})")
 CASES = ("tests/data/goldens", "tests/data/goldens_more")
 HEAD = """# Algorithms
@@ -86,9 +87,7 @@ RECORDED: Mapping[str, tuple[str, ...]] = {
     "k3": ("kl_k3", "kl_low_var_clamped"),
     "binary_kl": ("kl_binary",),
     "OPSM": ("opsm",),
-    "AdaptiveKL": (),
     "DivergenceMask": ("kpop_binary_kl_mask", "sequence_kl_mask", "token_kl_mask"),
-    "DynamicSampling": (),
     "EntropyBonus": ("entropy_loss",),
     "IcePop": ("icepop", "icepop_token_mask"),
     "LinearLengthPenalty": ("grpo_linear_length_penalty",),
@@ -100,9 +99,6 @@ RECORDED: Mapping[str, tuple[str, ...]] = {
     "ReferenceKL": ("reference_kl_loss", "ppo_clip_with_kl", "kl_shaped_reward"),
     "RewardNormalization": ("reward_norm", "reward_norm_masked"),
     "RolloutKL": ("rollout_kl_loss",),
-    "RouterAuxLoss": (),
-    "RouterReplay": (),
-    "ScoreCentering": (),
     "SequenceRatioMask": (
         "geometric_sequence_mask",
         "sequence_geometric_mask",
@@ -111,7 +107,6 @@ RECORDED: Mapping[str, tuple[str, ...]] = {
         "sequence_max_ratio_mask",
     ),
     "StopProperly": ("stop_properly",),
-    "TeacherKL": (),
     "TotalVariationMask": ("sequence_tv_mask",),
     "TruncatedIS": ("tis_token", "tis_sequence", "tis_token_two_sided", "sequence_geometric_truncate"),
 }
@@ -184,7 +179,8 @@ def _row(algorithm: Algorithm, peers: Mapping[str, set[str]]) -> str:
     does = text.partition("\n\n")[0]
     if _is_correction(value):
         does = _after_title(source).partition("\n\n")[0]
-    also = sorted(set().union(*(peers.get(name, set()) for name in RECORDED[value.__name__])), key=str.lower)
+        does += "".join(f" {helps}" for helps in HELPS.findall(source))
+    also = sorted(set().union(*(peers.get(name, set()) for name in RECORDED.get(value.__name__, ()))), key=str.lower)
     cells = (
         f"[`{value.__name__}`](../{_file(value)}#{value.__name__})",
         f"`{algorithm.name}`" if algorithm.name else "",

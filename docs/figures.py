@@ -6,7 +6,8 @@
 The quickstart's policy trains for a few rollouts with fixed seeds: four optimizer steps for each, one rollout generated
 ahead, so that policies differ. The last rollout and its steps are then what every algorithm is shown: a loss gives the
 gradient at each of its tokens, an estimator the advantage, a mask its decision. Algorithms that need a critic, answers
-that were truncated, or a mixture of experts see a separate run. What the default makes of the same is drawn in grey.
+that were truncated, or a mixture of experts see a separate run. What the default makes of the same is drawn in grey. A
+correction without an entry in :data:`FIGURES` is drawn from its example in ``tests/properties/corrections.py``.
 """
 
 import re
@@ -29,20 +30,23 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 from typing_extensions import override
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import sorting_task as task
+from properties.corrections import EXAMPLES
 
 from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, Rollout, SamplingParams, losses
 from lightning_rl import advantages as estimators
 from lightning_rl import callbacks as corrections
-from lightning_rl.corrections import Corrections, LossView, StepTrace
+from lightning_rl.corrections import CONTRIBUTIONS, Corrections, LossView, StepTrace
 from lightning_rl.rollouts.estimate_signal import estimate_signal
 from lightning_rl.signal.kl import KL_ESTIMATORS
 from lightning_rl.signal.masked import local_sum, row_mean
 from lightning_rl.signal.reductions import REDUCTIONS, Reduction, SequenceSumNorm
 from lightning_rl.signal.selection import local_values
 
-FOLDER = Path(__file__).resolve().parent / "figures"
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "figures"
 ROLLOUTS, ANSWERS, GROUP, MINIBATCHES = 12, 256, 8, 4
 DOTS = 400
 GOOD, BAD, PLAIN, GREY = "#2f8f5b", "#d1495b", "#6d6bd6", "#8a8a8a"
@@ -426,7 +430,7 @@ def by_term(correction: RLCallback, frozen: str) -> Dots:
         each = view.logprobs - other, -term.coef * slope
         parts.append([value[view.valid_tokens] for value in each])
     x, y = join(parts)
-    names = {"ref": "reference", "rollout": "rollout policy", "teacher": "teacher"}
+    names = {"ref": "reference", "old": "old policy", "rollout": "rollout policy", "teacher": "teacher"}
     return Dots(x, y, None, f"log-ratio of the current policy to the {names[frozen]}", "push on the log-probability")
 
 
@@ -462,6 +466,7 @@ def by_imitation(correction: corrections.PositiveNLL) -> Dots:
 
 GAE_ONE = ("GAE", estimators.GAE())
 ADDED = "added to the reward"
+OF_ROWS = ("reward_mask", "replace_reward", "reward_bonus", "keep_groups", "exclude")
 
 FIGURES: Mapping[str, Callable[[], Dots]] = {
     "CISPO": partial(by_loss, losses.CISPO()),
@@ -527,12 +532,22 @@ FIGURES: Mapping[str, Callable[[], Dots]] = {
 }  # fmt: skip
 
 
+def by_example(name: str) -> Dots:
+    """Draw the first example of a correction without an entry in :data:`FIGURES`, by its first contribution."""
+    example = next(one for one in EXAMPLES if type(one).__name__ == name)
+    if example.contributes & {"sequence_mask", "token_mask", "token_weight"}:
+        return by_factor(example)
+    if rows := [method for method in CONTRIBUTIONS if method in example.contributes and method in OF_ROWS]:
+        return by_row(example, rows[0], rows[0])
+    return by_term(example, "old")
+
+
 def draw(name: str) -> Path:
     """Writes a figure."""
     with rc_context(STYLE):
         figure = Figure(figsize=(6.6, 2.8), layout="constrained")
         axes = figure.subplots()
-        scatter(axes, FIGURES[name]())
+        scatter(axes, FIGURES[name]() if name in FIGURES else by_example(name))
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
         written = StringIO()
@@ -581,8 +596,8 @@ def dots(axes: Axes, x: Tensor, y: Tensor, color: str, label: str | None) -> Non
 def main(names: Sequence[str]) -> None:
     """Draws some of the figures, or all."""
     torch.set_num_threads(1)  # the same sums on every machine
-    for name in names or FIGURES:
-        sys.stdout.write(f"{draw(name).relative_to(FOLDER.parents[1])}\n")
+    for name in names or dict.fromkeys((*FIGURES, *corrections.__all__)):
+        sys.stdout.write(f"{draw(name).relative_to(ROOT)}\n")
 
 
 if __name__ == "__main__":

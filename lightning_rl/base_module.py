@@ -230,7 +230,7 @@ class BaseModule(LightningModule):
             self.rewards.check_weights()
             self.evaluator.limit_validation(self.trainer, self.data_module)
             known, validates = not logs_itself(self.trainer, self), bool(self.trainer.limit_val_batches)
-            check_monitors(self.trainer, RunNames.of(self), known=known, validates=validates)
+            check_monitors(self.trainer, self._run_names(), known=known, validates=validates)
         self.run.failed_folder = log_folder(self.trainer) / FOLDER
         if (data := find_data_module(self.trainer)) is not None:
             data.use_tokenizer(self.tokenizer)
@@ -256,6 +256,27 @@ class BaseModule(LightningModule):
             )
             self._encode_prompts(self.policy, data)
             self._build_environments(data)
+
+    def _run_names(self) -> RunNames:
+        """Return the names of which the metrics of a fit consist."""
+        evaluations = [one for one in self.evaluator.evaluations if "val" in one.stages]
+        parts = {
+            "environment": self.environment_factories,
+            "critic": self.critic,
+            "max_staleness": self.max_staleness,
+            "validation": self.data_module.validation,
+        }
+        return RunNames(
+            placeholders={
+                "<function>": self.rewards.sources,
+                "<callback>": [callback.name for callback in self.run.corrections.callbacks],
+                "<name>": [evaluation.name for evaluation in evaluations],
+            },
+            lacking=[name for name, part in parts.items() if not part],
+            shares=[f"val/{one.name}/{share}" for one in evaluations for share in one.shares],
+            unlogged=self.run.corrections.unlogged_metrics(),
+            rising=[name for name, (_, weight) in self.rewards.sources.items() if weight > 0],
+        )
 
     def _encode_prompts(self, policy: PolicyModel, data: PromptDataModule | None) -> None:
         """Encode the prompts of training and evaluation, and check that they fit the policy."""

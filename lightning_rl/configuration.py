@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 import lightning
 import torch
@@ -30,7 +30,16 @@ SHOWN_LETTERS = 80  # of a value in a message
 LIMITS = ("max_epochs", "max_steps", "limit_train_batches", "val_check_interval", "log_every_n_steps")
 
 
-def configuration(module: Any, trainer: Trainer) -> dict[str, Any]:
+class Configured(Protocol):
+    """Module with the arguments of its constructor."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Arguments by name."""
+        ...
+
+
+def configuration(module: Configured, trainer: Trainer) -> dict[str, Any]:
     """Return the configuration of a run at setup as plain values that load under ``weights_only=True``.
 
     Objects are described by their constructor arguments, functions by their import path. Secrets are omitted.

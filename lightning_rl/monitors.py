@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_rl.corrections import RLCallback
-from lightning_rl.corrections.combine import LOGGED_BY_CORE
 from lightning_rl.glossary import can_exist, examples
 from lightning_rl.utils.trainer import callbacks_of, is_own
 
@@ -50,34 +49,6 @@ class RunNames:
     shares: Collection[str] = ()
     unlogged: Collection[str] = ()
     rising: Collection[str] = ()
-
-    @staticmethod
-    def of(module: Any) -> "RunNames":
-        """Return the names of a module in a fit."""
-        evaluations = [one for one in module.evaluator.evaluations if "val" in one.stages]
-        corrections = module.run.corrections.callbacks
-        parts = {
-            "environment": module.environment_factories,
-            "critic": module.critic,
-            "max_staleness": module.max_staleness,
-            "validation": module.data_module.validation,
-        }
-        return RunNames(
-            placeholders={
-                "<function>": module.rewards.sources,
-                "<callback>": [callback.name for callback in corrections],
-                "<name>": [evaluation.name for evaluation in evaluations],
-            },
-            lacking=[name for name, part in parts.items() if not part],
-            shares=[f"val/{one.name}/{share}" for one in evaluations for share in one.shares],
-            unlogged=[
-                f"{callback.name}/{metric}"
-                for callback in corrections
-                for hook, metrics in LOGGED_BY_CORE.items()
-                for metric in (() if hook in callback.contributes else metrics)
-            ],
-            rising=[name for name, (_, weight) in module.rewards.sources.items() if weight > 0],
-        )
 
     def lacks(self, metric: str) -> bool:
         """Return True if the fit cannot log a metric."""

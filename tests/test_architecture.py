@@ -105,6 +105,25 @@ def test_the_table_of_contributions_is_the_codes() -> None:
     assert [tuple(cell.strip() for cell in row) for row in rows] == entries
 
 
+def test_a_new_part_goes_where_the_table_says() -> None:
+    section = PAGES[0].read_text().split("## Where a new part goes")[1].split("## Add a feature")[0]
+    rows = [
+        line.split(" | ") for line in section.splitlines() if line.startswith("| ") and not line.startswith("| new")
+    ]
+    assert [row[0].removeprefix("| ") for row in rows] == [
+        "loss",
+        "correction",
+        "engine",
+        "reward",
+        "field of a rollout",
+    ]
+    for cell in (cell for row in rows for cell in row[1:]):
+        links = [(ROOT / "docs" / path).resolve() for path in re.findall(r"\]\(([^)#]+)", cell)]
+        assert all(link.exists() for link in links), cell
+        for name, link in zip(re.findall(r"^`(\w+)` in ", cell), links, strict=False):
+            assert re.search(rf"^(?:class )?{name}\b", link.read_text(), re.MULTILINE), cell
+
+
 def test_no_module_imports_itself_in_a_circle() -> None:
     graph = grimp.build_graph("lightning_rl", cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}

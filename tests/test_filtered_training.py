@@ -152,8 +152,8 @@ def test_a_filter_with_an_engine_that_cannot_say_what_it_kept_is_an_error_at_set
 def test_an_engine_that_draws_what_it_did_not_keep_is_found_out() -> None:
     class Careless(TransformersEngine):
         @override
-        def _draw(self, requests: Any, *, logprobs: bool) -> Any:
-            found = super()._draw(requests, logprobs=logprobs)
+        def generate_batch(self, requests: Any, *, logprobs: bool) -> Any:
+            found = super().generate_batch(requests, logprobs=logprobs)
             found[-1].token_extras[SAMPLING_MASK].zero_()
             return found
 

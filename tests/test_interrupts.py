@@ -95,11 +95,11 @@ class Lost(TransformersEngine):
         self.left = at
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         self.left -= 1
         if not self.left:
             raise EngineError("expected a server, got none")
-        return super()._draw(requests, logprobs=logprobs)
+        return super().generate_batch(requests, logprobs=logprobs)
 
 
 @pytest.mark.nightly

@@ -51,11 +51,11 @@ class SeeingEngine(TransformersEngine):
         self.seen = seen
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         weight = dict(self._model_for("generate").named_parameters())[WEIGHT].detach().clone()
         greedy = requests[0].sampling.temperature == 0
         (self.seen.validations if greedy else self.seen.rollouts).append(weight)
-        return super()._draw(requests, logprobs=logprobs)
+        return super().generate_batch(requests, logprobs=logprobs)
 
 
 class StepWeights(Callback):

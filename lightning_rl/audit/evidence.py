@@ -254,7 +254,7 @@ class Evidence:
     def signal(self, rollout: Rollout) -> tuple[Rollout, Tensor]:
         """Return a rollout with its signal, computed on this rank only, and its shaped rewards."""
         raw = rollout.replace(advantages=None, returns=None)
-        rollout, rewards = estimate_advantages(raw, self.algorithm.advantages, self.algorithm.corrections)
+        rollout, rewards, _ = estimate_advantages(raw, self.algorithm.advantages, self.algorithm.corrections)
         return rollout, rewards.shaped
 
     def advantages_of(self, rollout: Rollout) -> Tensor:

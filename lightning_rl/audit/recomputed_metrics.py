@@ -12,7 +12,7 @@ from lightning_rl.algorithm import Algorithm
 from lightning_rl.audit.audit_error import rounding
 from lightning_rl.audit.copies import CopyError, copy_state
 from lightning_rl.audit.facts import RunFacts
-from lightning_rl.corrections import REWARDS, TOKEN_REWARDS, Corrections, LossView, RLCallback, Stat
+from lightning_rl.corrections import REWARDS, Corrections, LossView, RLCallback, Stat
 from lightning_rl.corrections.stat import StatReduction
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import GREEDY_SCORE, FinishReason, Rollout
@@ -162,13 +162,16 @@ def shaped_parts(rollout: Rollout, corrections: Corrections) -> tuple[Tensor, Te
     for callback in corrections.contributors("replace_reward"):
         rewards = callback.replace_reward(rollout)
     scores = torch.where(rollout.rewarded, rewards.double(), 0.0)
-    tokens = torch.zeros(rollout.valid_tokens.shape, dtype=torch.float64, device=scores.device)
     for callback in corrections.contributors("reward_bonus"):
         scores = scores + callback.reward_bonus(rollout).double()
-    for method in TOKEN_REWARDS:
-        for callback in corrections.contributors(method):
-            tokens = tokens + torch.where(rollout.valid_tokens, getattr(callback, method)(rollout).double(), 0.0)
-    return scores, tokens
+    nothing = torch.zeros(rollout.valid_tokens.shape, dtype=torch.float64, device=scores.device)
+    return scores, sum(token_parts(rollout, corrections).values(), nothing)
+
+
+def token_parts(rollout: Rollout, corrections: Corrections) -> dict[RLCallback, Tensor]:
+    """Return the token rewards of each callback, [B, T], in float64 and 0 at other than valid tokens."""
+    giving = corrections.contributors("token_reward")
+    return {one: torch.where(rollout.valid_tokens, one.token_reward(rollout).double(), 0.0) for one in giving}
 
 
 def _reward_figures(rollout: Rollout, algorithm: Algorithm) -> dict[str, Stat]:
@@ -180,8 +183,10 @@ def _reward_figures(rollout: Rollout, algorithm: Algorithm) -> dict[str, Stat]:
     scores, tokens = shaped_parts(rollout, corrections)
     totals = torch.where(rollout.valid_tokens.any(-1), scores, 0.0) + tokens.sum(-1)
     values = {"reward/shaped": totals[rollout.trained], "groups/zero_variance": _idle_groups(rollout, scores)}
-    if corrections.contributors(*TOKEN_REWARDS):
-        values["kl/penalty"] = -tokens[rollout.valid_tokens]
+    parts = {one: part[rollout.valid_tokens] for one, part in token_parts(rollout, corrections).items()}
+    values |= {f"{one.name}/token_reward": part for one, part in parts.items() if not one.penalizes_kl}
+    if penalties := [part for one, part in parts.items() if one.penalizes_kl]:
+        values["kl/penalty"] = -sum(penalties, torch.zeros_like(penalties[0]))
     return {name: population(one) for name, one in values.items()}
 
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
 from typing_extensions import override
 
 from lightning_rl.checkpointing.atomic import is_local, protect_checkpoints, reason_of
@@ -33,6 +34,44 @@ GRACE = 20.0  # seconds for the step to end after a signal; schedulers kill afte
 # Lightning warns of checkpoints that are saved after the optimizer step; resuming here relies on them.
 warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization")
 MEETING = 8.0  # seconds within which every rank must fail for a joint checkpoint
+
+
+class RescuedRun(Protocol):
+    """State of a run, as far as the last checkpoint after an error needs it."""
+
+    name: str
+
+    @property
+    def made_step(self) -> bool:
+        """True if the optimizer step that began last was made or skipped."""
+        ...
+
+    @property
+    def save_problem(self) -> str | None:
+        """Reason why no checkpoint can be saved; None if one can."""
+        ...
+
+    def note_error(self, error: BaseException) -> None:
+        """Record an error."""
+        ...
+
+
+class RescuedModule(Protocol):
+    """Module whose fit an error may end."""
+
+    @property
+    def policy(self) -> nn.Module | None:
+        """Policy, once it is built."""
+        ...
+
+    @property
+    def run(self) -> RescuedRun:
+        """State of the run."""
+        ...
+
+    def close_engine(self) -> None:
+        """Close the engine."""
+        ...
 
 
 class FaultTolerance(Callback):
@@ -110,20 +149,20 @@ class FaultTolerance(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         CLOCK.reset()
-        self._claim(trainer, pl_module)
+        self._claim(trainer, cast(RescuedModule, pl_module).run.name)
         meet(MEETING)  # create the store while all ranks are alive
         self._requeue = requeue_signal(trainer)
         self._begun = self._stepping = True
         self.install((*SIGNALS, *([] if self._requeue is None else [self._requeue])))
 
-    def _claim(self, trainer: Trainer, pl_module: Any) -> None:
+    def _claim(self, trainer: Trainer, name: str) -> None:
         """Check the checkpoint folders at the start of the run."""
         savers = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
         paths = dict.fromkeys(str(saver.dirpath) for saver in savers if saver.dirpath and is_local(saver.dirpath))
         with failing_together("a folder for checkpoints"):
             for path in paths if trainer.is_global_zero else ():
                 folder = RunFolder(Path(path))
-                folder.claim(pl_module.run.name)
+                folder.claim(name)
                 self._folders.append(folder)
             if trainer.is_global_zero:
                 clear_rank_errors(_folder_of(trainer))
@@ -178,7 +217,7 @@ class FaultTolerance(Callback):
         self._stepping = False
         self._silence()
 
-    def rescue(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+    def rescue(self, trainer: Trainer, pl_module: RescuedModule, exception: BaseException) -> None:
         """Save the last optimizer step of a fit that an exception ended, and restore signals and folders."""
         self._saving = True
         self._silence()
@@ -200,7 +239,7 @@ class FaultTolerance(Callback):
             except Exception as failure:  # noqa: BLE001  do not hide the error that ended the run
                 exception.add_note(f"the engine could not be closed: {reason_of(failure)}")
 
-    def _save_last_step(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+    def _save_last_step(self, trainer: Trainer, pl_module: RescuedModule, exception: BaseException) -> None:
         """Save the last optimizer step, if every rank can; the exception stays the cause."""
         if isinstance(exception, torch.OutOfMemoryError):  # free the tensors in its frames, since saving needs memory
             traceback.clear_frames(exception.__traceback__)
@@ -267,7 +306,7 @@ class FirstToHear(CoreCallback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._fault_tolerance.rescue(trainer, pl_module, exception)
+        self._fault_tolerance.rescue(trainer, cast(RescuedModule, pl_module), exception)
 
 
 def _absence(folder: str | Path, rank: int) -> str:

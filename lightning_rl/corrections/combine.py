@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import reduce
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -43,6 +44,7 @@ RESERVED = frozenset(
 
 LOGGED_BY_CORE = {
     "exclude": ("excluded",),
+    "token_reward": ("token_reward",),
     "sequence_mask": ("rejected",),
     "token_mask": ("rejected_tokens",),
     "token_weight": ("weight_mean", "ess"),
@@ -101,6 +103,15 @@ class Corrections:
         offering = {callback for method in methods for callback in self._contributors[method]}
         return tuple(callback for callback in self.callbacks if callback in offering)
 
+    def unlogged_metrics(self) -> list[str]:
+        """Return the metrics of :data:`LOGGED_BY_CORE` whose methods the callbacks do not override."""
+        return [
+            f"{callback.name}/{metric}"
+            for callback in self.callbacks
+            for method, metrics in LOGGED_BY_CORE.items()
+            for metric in (() if method in callback.contributes else metrics)
+        ]
+
     def alone(self) -> "Corrections":
         """Return copies of the callbacks without collectives."""
         return type(self)([copy.copy(callback) for callback in self.callbacks], ALONE)
@@ -114,7 +125,7 @@ class Corrections:
 
     def replace_reward(self, rollout: Rollout) -> Tensor | None:
         """Return the reward of the callback that replaces it, shape [B], or None."""
-        return self._sum("replace_reward", rollout)
+        return next((replacement.detach() for _, replacement in self._each("replace_reward", rollout)), None)
 
     def scores(self, rollout: Rollout) -> Tensor:
         """Return the reward of each row, or its replacement, plus all bonuses, shape [B], in the dtype of rewards."""
@@ -173,9 +184,15 @@ class Corrections:
                 fields[field][key] = tensor.detach()
         return rollout.replace(**fields)
 
-    def token_reward(self, rollout: Rollout) -> Tensor | None:
-        """Return the sum of all token rewards, shape [B, T], or None."""
-        return self._sum("token_reward", rollout)
+    def token_reward(self, rollout: Rollout) -> tuple[Tensor | None, dict[str, Stat]]:
+        """Return the sum of all token rewards, shape [B, T], or None; and statistics of KL penalties and the others."""
+        rewards = {callback: reward.detach() for callback, reward in self._each("token_reward", rollout)}
+        penalties = [reward for callback, reward in rewards.items() if callback.penalizes_kl]
+        parts = {f"{one.name}/token_reward": reward for one, reward in rewards.items() if not one.penalizes_kl}
+        if penalties:
+            parts["kl/penalty"] = -sum_of(penalties)
+        stats = {name: Stat.of(part, rollout.valid_tokens) for name, part in parts.items()}
+        return sum_of(rewards.values()) if rewards else None, stats
 
     def policy_factor(self, view: LossView) -> PolicyFactor:
         """Return the product of all masks and weights, shape [b, T], and statistics before masking."""
@@ -302,12 +319,6 @@ class Corrections:
             _check(callback, method, contribution, seen)
             yield callback, contribution
 
-    def _sum(self, method: str, rollout: Rollout) -> Tensor | None:
-        total = None
-        for _, contribution in self._each(method, rollout):
-            total = contribution.detach() if total is None else total + contribution.detach()
-        return total
-
     def _bonuses(self, rollout: Rollout) -> list[Tensor]:
         return [bonus.detach() for _, bonus in self._each("reward_bonus", rollout)]
 
@@ -350,6 +361,11 @@ def _pair_tensors(pairs: Sequence[tuple[Request, Completion]]) -> Fields:
         named = [(f"{name} of sample {request.sample_id}", tensor) for name, tensor in extras.items()]
         tensors += [(name, tensor) for name, tensor in named if tensor is not None]
     return tensors
+
+
+def sum_of(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the sum of at least one tensor, in their order."""
+    return reduce(torch.add, tensors)
 
 
 def _times(factor: Tensor | None, other: Tensor) -> Tensor:

@@ -129,6 +129,8 @@ class RLCallback(CheckedNames, Callback):
         compares_groups: True if it compares the samples of a prompt, which requires groups of more than one.
         batch_statistics: True if its values of a row depend on rows of other prompts, such as through a batch mean; the
             audit reports such a dependency otherwise.
+        penalizes_kl: True if its token reward is a KL penalty, logged as ``kl/penalty``; others are logged as
+            ``<callback>/token_reward``.
         chooses_rows: True if its loss term skips rows, so that it may train nothing.
         trains_entropy: True if its loss term needs the gradient of ``view.entropy``.
         max_rounds: Maximum number of sampling rounds per rollout, if it filters groups.
@@ -150,6 +152,7 @@ class RLCallback(CheckedNames, Callback):
     domain: RewardDomain | None = None
     compares_groups: bool = False
     batch_statistics: bool = False
+    penalizes_kl: bool = False
     chooses_rows: bool = False
     trains_entropy: bool = False
     max_rounds: int = 10

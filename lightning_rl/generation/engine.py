@@ -19,6 +19,7 @@ from lightning_rl.policy.module_values import ModuleValues
 from lightning_rl.samples import Completion, Request
 
 Value = TypeVar("Value")
+FORMER = {"_take": "load_stream", "_draw": "generate_batch"}
 LINGER = 5.0  # seconds that a round waits for late requests, so that a batch hardly depends on timing
 
 
@@ -96,7 +97,9 @@ class Capabilities:
 
 
 class Engine(ABC):
-    """Base class of engines. Generates only while it has the trainer's weights.
+    """Base class of engines, of which a subclass overrides :meth:`load_stream` and :meth:`generate_batch`.
+
+    An engine generates only while it has the trainer's weights.
 
     Attributes:
         capabilities: Capabilities, set by a subclass on the class or in its constructor.
@@ -123,6 +126,13 @@ class Engine(ABC):
     dtype: torch.dtype | None = None
     allows_tf32: bool = False
     max_length: int | None = None
+
+    def __init_subclass__(cls) -> None:
+        """Refuse methods under names that nothing calls any longer."""
+        super().__init_subclass__()
+        for former, name in FORMER.items():
+            if former in vars(cls):
+                raise ValueError(f"expected {cls.__name__} to define {name}, got {former}, its former name: rename it")
 
     def __init__(self) -> None:
         self.started = False
@@ -213,12 +223,26 @@ class Engine(ABC):
         """Load a :meth:`state_dict`, empty if the checkpoint has none, or one of an engine of another class."""
 
     @abstractmethod
-    def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load the full weights, one parameter at a time."""
+    def load_stream(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Load the full weights. Called by :meth:`load_weights`.
+
+        Args:
+            weights: Name and value of one parameter at a time; other ranks take part in gathering them, so iterate to
+                the end even if an engine ignores them.
+            version: Version of the weights; :attr:`version` is still the one before.
+        """
 
     @abstractmethod
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        """Return one completion for each request, in order; :mod:`.validate_completions` checks them."""
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        """Return one completion for each request, in order. Called by :meth:`generate`.
+
+        Args:
+            requests: Requests; each brings its sampling parameters, EOS ids and seed.
+            logprobs: True if completions have to contain log-probabilities.
+
+        Raises:
+            EngineError: If the engine fails; a completion that finishes with ABORT is the failure of one sample.
+        """
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Load the trainer's weights; afterwards the engine is synced."""
@@ -226,7 +250,7 @@ class Engine(ABC):
             self.wake()
         self.pushed.add(version)  # before loading: tokens may come from these weights before the last rank is done
         try:
-            self._take(weights, version)
+            self.load_stream(weights, version)
         except BaseException:
             self.state = EngineState.AWAKE
             raise
@@ -243,7 +267,7 @@ class Engine(ABC):
         self._check_requests(requests)
         self._check_state()
         with self.in_flight.holding(requests, self.version):
-            completions = self._draw(requests, logprobs=logprobs)
+            completions = self.generate_batch(requests, logprobs=logprobs)
         if len(completions) != len(requests):
             raise EngineError(
                 f"expected {len(requests)} completions from {type(self).__name__}, one for each request, got "

@@ -33,11 +33,11 @@ class FakeEngine(Engine):
         self.requests: list[Request] = []
 
     @override
-    def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_stream(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         deque(weights, maxlen=0)
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         self.requests.extend(requests)
         completions: list[Completion] = []
         for request in requests:

@@ -87,7 +87,7 @@ class TransformersEngine(Engine):
         self._decodes_ragged = self._check_decoding(model)
 
     @override
-    def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_stream(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy each weight in place, unless it shares memory with the model that decodes."""
         model = self._model
         tensors = {} if model is None else {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -102,7 +102,7 @@ class TransformersEngine(Engine):
 
     @override
     @torch.no_grad()
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         model = self._model_for("generate")
         training = model.training
         model.eval()  # transformers disables the cache in train mode under activation checkpointing

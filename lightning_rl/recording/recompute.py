@@ -101,7 +101,7 @@ def _replay_signal(recording: Recording, algorithm: Algorithm, collectives: Coll
     )
     sampled = sampled.replace(rewarded=sampled.rewarded & corrections.reward_mask(sampled))
     masked, _ = exclude_rows(sampled, corrections)
-    signalled, rewards = estimate_advantages(masked, algorithm.advantages, corrections, collectives.sum)
+    signalled, rewards, _ = estimate_advantages(masked, algorithm.advantages, corrections, collectives.sum)
     return Replayed(signalled, rewards.shaped)
 
 

@@ -18,20 +18,18 @@ def estimate_signal(
     rollout: Rollout, estimator: Estimator, corrections: Corrections, global_sum: GlobalSum = local_sum
 ) -> tuple[Rollout, RewardSignal, dict[str, Stat]]:
     """Return the results of :func:`estimate_advantages`, and metrics of rewards and advantages."""
-    rollout, rewards = estimate_advantages(rollout, estimator, corrections, global_sum)
-    stats, valid = reward_metrics(rollout, rewards.scores, rewards.shaped), rollout.valid_tokens
+    rollout, rewards, stats = estimate_advantages(rollout, estimator, corrections, global_sum)
+    stats = reward_metrics(rollout, rewards.scores, rewards.shaped) | stats
     if rewards.greedy is not None:
         stats["reward/greedy"] = Stat.of(rewards.greedy, rollout.rewarded)
-    if corrections.contributors("token_reward"):
-        stats["kl/penalty"] = Stat.of(-rewards.token_rewards, valid)
-    advantage = Stat.of(rollout.require("advantages"), valid)
+    advantage = Stat.of(rollout.require("advantages"), rollout.valid_tokens)
     stats |= {"advantage/mean": advantage, "advantage/std": advantage.std(), "advantage/max": advantage.maximum()}
     return rollout, rewards, stats
 
 
 def estimate_advantages(
     rollout: Rollout, estimator: Estimator, corrections: Corrections, global_sum: GlobalSum = local_sum
-) -> tuple[Rollout, RewardSignal]:
+) -> tuple[Rollout, RewardSignal, dict[str, Stat]]:
     """Estimate the advantage of every token from rewards, bonuses and token rewards.
 
     Args:
@@ -41,14 +39,16 @@ def estimate_advantages(
         global_sum: Sums tensors over the ranks.
 
     Returns:
-        Rollout with ``advantages``, and ``returns`` from a token estimator; and the input of the estimator.
+        Rollout with ``advantages``, and ``returns`` from a token estimator; the input of the estimator; and metrics of
+        token rewards.
 
     Raises:
         ValueError: If a reward or an advantage is not finite, with the id of the sample; or if the advantages are not a
             float tensor [B, T] without gradient.
     """
     rollout = corrections.provide(rollout).sanitize()
-    scores, token_rewards = corrections.scores(rollout), corrections.token_reward(rollout)
+    scores = corrections.scores(rollout)
+    token_rewards, stats = corrections.token_reward(rollout)
     earned = rollout.token_extras.get(TURN_REWARDS) if estimator.turn_rewards else None
     if earned is not None:
         earned = torch.where(rollout.rewarded[:, None], earned, 0.0)
@@ -77,7 +77,7 @@ def estimate_advantages(
     _check_advantages(who, advantages, rollout)
     cause = "its rewards are finite, so look at the estimator, and at the values or log-probabilities that it reads"
     _check_finite(f"advantages from {who}", advantages, rollout, cause)
-    return rollout.replace(advantages=advantages, returns=returns), rewards
+    return rollout.replace(advantages=advantages, returns=returns), rewards, stats
 
 
 def check_domains(rollout: Rollout, scores: Tensor, estimator: Estimator, corrections: Corrections) -> None:

@@ -28,6 +28,7 @@ from lightning_rl.policy.memory import (
     usable_memory,
 )
 from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.trained_module import TrainedModule
 
 
 def layer_sizes(policy: PolicyModel) -> LayerSizes:
@@ -52,7 +53,7 @@ class Tokens:
     microbatch: int
 
     @classmethod
-    def of(cls, module: Any, max_prompt_length: int, samples: Rollout | None = None) -> Self:
+    def of(cls, module: TrainedModule, max_prompt_length: int, samples: Rollout | None = None) -> Self:
         """Return the tokens of responses of maximum length, or of sampled conversations, whose replies are unknown."""
         parts = module.minibatches_per_rollout * module.parallel.ranks
         rows = module.data_module.prompts_per_rollout * module.group_size // parts
@@ -66,7 +67,7 @@ class Tokens:
         return cls(longest, max(longest, round(min(whole, budget))))
 
 
-def memory_plan(module: Any, max_prompt_length: int, samples: Rollout | None = None) -> MemoryPlan:
+def memory_plan(module: TrainedModule, max_prompt_length: int, samples: Rollout | None = None) -> MemoryPlan:
     """Compute the memory of a run whose policy is built and whose optimizer is configured.
 
     With ``activation_checkpointing=True``, the mode is selective if the update then fits into the memory of the device.
@@ -119,14 +120,14 @@ def memory_plan(module: Any, max_prompt_length: int, samples: Rollout | None = N
     return faster if faster.phases()["update"] <= usable_memory(module.device, module.trainer.num_devices) else plan
 
 
-def checkpointing_that_fits(module: Any) -> Checkpointing | None:
+def checkpointing_that_fits(module: TrainedModule) -> Checkpointing | None:
     """Return the mode of activation checkpointing of a run, as :func:`memory_plan`."""
     if _missing_sizes(module):
         return module.models.options.checkpointing
     return memory_plan(module, module.data_module.max_prompt_length()).checkpointing
 
 
-def token_budget(module: Any) -> tuple[int, str]:
+def token_budget(module: TrainedModule) -> tuple[int, str]:
     """Compute the default of ``max_tokens_per_microbatch``, and the text of its derivation.
 
     The result is the largest multiple of 256 tokens whose microbatch fits beside weights, optimizer and engine, at
@@ -152,13 +153,13 @@ def token_budget(module: Any) -> tuple[int, str]:
     return tokens, f"{each:.2g} MB per token, in {usable / GIB:.1f} GiB, of which weights and others take {fixed:.1f}"
 
 
-def _missing_sizes(module: Any) -> list[str]:
+def _missing_sizes(module: TrainedModule) -> list[str]:
     """Return the names that the configuration of the policy lacks for an estimate."""
     text = module.required_policy.model.config.get_text_config()
     return [name for name in ("hidden_size", "num_hidden_layers", "vocab_size") if not hasattr(text, name)]
 
 
-def _activations(module: Any, tokens: int, checkpointing: Checkpointing | None) -> Activations:
+def _activations(module: TrainedModule, tokens: int, checkpointing: Checkpointing | None) -> Activations:
     if checkpointing == "selective" and module.models.options.backend:
         checkpointing = None  # an upper bound of what compiled layers keep
     policy, (compute, residual) = module.required_policy, _bytes_of_numbers(module)
@@ -185,7 +186,7 @@ def _activations(module: Any, tokens: int, checkpointing: Checkpointing | None) 
     )
 
 
-def _engine_bytes(module: Any, row_tokens: int) -> float:
+def _engine_bytes(module: TrainedModule, row_tokens: int) -> float:
     """Return the bytes of an engine on this device during generation, without a copy of the policy."""
     engine, cuda = module.engine, module.device.type == "cuda"
     if isinstance(engine, VLLMEngine):
@@ -204,7 +205,7 @@ def _engine_bytes(module: Any, row_tokens: int) -> float:
     return per_token * rows * row_tokens
 
 
-def engine_needs(module: Any) -> tuple[float, float]:
+def engine_needs(module: TrainedModule) -> tuple[float, float]:
     """Return the bytes on this device of a VLLMEngine's weights, and of the KV cache of one sequence."""
     engine, policy = cast(VLLMEngine, module.engine), module.required_policy
     text: Any = policy.model.config.get_text_config()
@@ -215,14 +216,14 @@ def engine_needs(module: Any) -> tuple[float, float]:
     return weights * itemsize / parts, cache / parts
 
 
-def _bytes_of_numbers(module: Any) -> tuple[int, int]:
+def _bytes_of_numbers(module: TrainedModule) -> tuple[int, int]:
     """Return the bytes of a number in matrix products, and in the hidden states between layers."""
     weights, parallel = module.required_policy.model.dtype, module.parallel
     compute = parallel.compute_dtype(weights).itemsize
     return compute, compute if parallel.sharded else weights.itemsize  # sharded layers are gathered in that dtype
 
 
-def _zero_stage(module: Any) -> int:
+def _zero_stage(module: TrainedModule) -> int:
     strategy = module.parallel.strategy
     config = cast(dict[str, Any], strategy.config) if isinstance(strategy, DeepSpeedStrategy) else {}
     return int(config.get("zero_optimization", {}).get("stage", 0))

@@ -24,10 +24,10 @@ from lightning_rl.generation import SamplingParams
 from lightning_rl.metrics import MetricLog, PhaseTimes
 from lightning_rl.policy import FrozenModel, ModelOptions
 from lightning_rl.policy.memory import MAX_TOKENS
+from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.lost_updates import LostUpdates
 from lightning_rl.rollouts.prefetch import Prefetcher
 from lightning_rl.rollouts.progress import CurrentRollout, MaxOverRanks, Progress, RunFailure
-from lightning_rl.rollouts.zero_gradient import row_counts
 from lightning_rl.run_spec import Needs
 from lightning_rl.update import StepGradient
 
@@ -421,3 +421,13 @@ def trainer_state(trainer: Trainer) -> TrainerState:
     return TrainerState(
         global_step=trainer.global_step, max_steps=trainer.max_steps, epoch=trainer.current_epoch + min(share, 1.0)
     )
+
+
+def row_counts(rollout: Rollout) -> dict[str, Stat]:
+    """Count the rows and tokens of a finished rollout, and those that are left to train on."""
+    masks = {"rows": rollout.real, "rewarded rows": rollout.rewarded, "trained tokens": rollout.valid_tokens}
+    masks |= {"excluded rows": rollout.real & ~rollout.trained}
+    advantages = torch.zeros(()) if rollout.advantages is None else rollout.advantages
+    masks |= {"tokens with an advantage": rollout.valid_tokens & (advantages != 0)}
+    counts = torch.stack([mask.sum() for mask in masks.values()]).tolist()
+    return {name: stat.sum() for name, stat in Stat.numbers(dict(zip(masks, counts, strict=True))).items()}

@@ -1,10 +1,10 @@
 """StepMetrics: measures, logs and shows every optimizer step, as the first callback of a Trainer."""
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_rl.corrections import StepTrace
@@ -14,6 +14,7 @@ from lightning_rl.metrics import ends_row, log_rest, log_row
 from lightning_rl.monitors import check_names, check_rollout_end, logs_itself
 from lightning_rl.rollouts.rollout_log import RolloutLog
 from lightning_rl.rollouts.state import RunState
+from lightning_rl.rollouts.trained_module import TrainedModule
 from lightning_rl.update import StepGradient
 from lightning_rl.utils.stop_iteration import refuse_stop_iteration
 from lightning_rl.utils.trainer import CoreCallback, show_phase
@@ -30,44 +31,47 @@ class StepMetrics(CoreCallback):
     _log: RolloutLog
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._checked = False
         self._log = RolloutLog()
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: StepIndex, batch_idx: int) -> None:
-        pl_module.run.times.start(partial(show_phase, trainer, batch.rollout))
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: StepIndex, batch_idx: int
+    ) -> None:
+        cast(TrainedModule, pl_module).run.times.start(partial(show_phase, trainer, batch.rollout))
 
     @override
     @refuse_stop_iteration
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: StepIndex, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: StepIndex, batch_idx: int
     ) -> None:
-        run: RunState = pl_module.run
+        module = cast(TrainedModule, pl_module)
+        run = module.run
         run.times.stop()
         run.count(batch.rollout)
         step, run.unlogged_step = run.unlogged_step, None
         if step is None:  # of a skipped rollout
             return
-        measure(run, step, pl_module.parallel.ranks)
+        measure(run, step, module.parallel.ranks)
         if step.trace is not None:
             run.corrections.observe_step(step.trace)
         run.current = run.progress.current
         axis = run.axis(batch.index)
-        logs = ends_row(trainer.log_every_n_steps, pl_module.steps_per_rollout, batch.index, axis)  # pyrefly: ignore[missing-attribute]
+        logs = ends_row(trainer.log_every_n_steps, module.steps_per_rollout, batch.index, axis)  # pyrefly: ignore[missing-attribute]
         row = log_row(trainer, run.metrics, axis, logs=logs)
         if not self._checked and not logs_itself(trainer, pl_module):
             check_names(trainer, run.metrics.names, evaluated=False)
         self._checked = True
-        if batch.step == pl_module.steps_per_rollout - 1:
+        if batch.step == module.steps_per_rollout - 1:
             check_rollout_end(trainer, pl_module, old=run.metrics.names - row.keys())
-            self._log.end_rollout(trainer, batch.rollout, row, run.rollout_figures, run.corrections, pl_module.rewards)
+            self._log.end_rollout(trainer, batch.rollout, row, run.rollout_figures, run.corrections, module.rewards)
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the steps that have not been logged yet."""
         if trainer.log_every_n_steps:  # pyrefly: ignore[missing-attribute]
-            run: RunState = pl_module.run
+            run = cast(TrainedModule, pl_module).run
             log_rest(trainer, run.metrics, run.axis(run.progress.index - 1))
 
 

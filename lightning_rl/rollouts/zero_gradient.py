@@ -3,17 +3,16 @@
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.corrections import Corrections, Stat
+from lightning_rl.corrections import Corrections
 from lightning_rl.data import StepIndex
 from lightning_rl.distributed import RunEndError
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.trained_module import TrainedModule
 from lightning_rl.utils.arguments import check_counts
 
 MAX_RATE = 1e-2  # a higher one is named first
@@ -69,22 +68,25 @@ class StopOnZeroGradient(Callback):
             self._reset()
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: StepIndex, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: StepIndex, batch_idx: int
+    ) -> None:
         self._rates = [float(group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
         if batch.step == 0:
             self.check()
 
     @override
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: StepIndex, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: StepIndex, batch_idx: int
     ) -> None:
-        if pl_module.skips(batch):
+        module = cast(TrainedModule, pl_module)
+        if module.skips(batch):
             return
-        self.figures = pl_module.run.rollout_figures or self.figures
+        self.figures = module.run.rollout_figures or self.figures
         if outputs:
             self.note(outputs["optim/grad_norm"], self._rates)
-        if batch.step == pl_module.steps_per_rollout - 1:
-            self.end_rollout(batch.rollout, pl_module.run.corrections, pl_module.run.constant_calls)
+        if batch.step == module.steps_per_rollout - 1:
+            self.end_rollout(batch.rollout, module.run.corrections, module.run.constant_calls)
 
     def note(self, norm: Tensor, rates: Sequence[float]) -> None:
         """Record the gradient norm of an optimizer step and the learning rate of each parameter group.
@@ -155,16 +157,6 @@ class StopOnZeroGradient(Callback):
         self.warned, self.figures = state_dict.get("warned", False), state_dict["figures"]
 
 
-def row_counts(rollout: Rollout) -> dict[str, Stat]:
-    """Count the rows and tokens of a finished rollout, and those that are left to train on."""
-    masks = {"rows": rollout.real, "rewarded rows": rollout.rewarded, "trained tokens": rollout.valid_tokens}
-    masks |= {"excluded rows": rollout.real & ~rollout.trained}
-    advantages = torch.zeros(()) if rollout.advantages is None else rollout.advantages
-    masks |= {"tokens with an advantage": rollout.valid_tokens & (advantages != 0)}
-    counts = torch.stack([mask.sum() for mask in masks.values()]).tolist()
-    return {name: stat.sum() for name, stat in Stat.numbers(dict(zip(masks, counts, strict=True))).items()}
-
-
 def _reason(figures: Mapping[str, float], corrections: Corrections, constant_calls: str) -> str:
     """Return the cause of a zero gradient, the change to make, and the metrics that show it."""
     return f"{_cause(figures, corrections, constant_calls)} ({_last(figures)})"
@@ -186,7 +178,7 @@ def _last(figures: Mapping[str, float]) -> str:
 
 
 def count_names(figures: Mapping[str, float]) -> list[str]:
-    """Return the names of the metrics that :func:`row_counts` made."""
+    """Return the names of the metrics that :func:`.row_counts` made."""
     return [name for name in figures if "/" not in name]
 
 

@@ -71,18 +71,24 @@ def gae(
         ValueError: If ``gamma`` or ``lam`` is outside [0, 1].
     """
     check_decay(gamma=gamma, **({} if isinstance(lam, Tensor) else {"lam": lam}))
-    rewards, values = masked_fill_invalid(rewards, valid_tokens), masked_fill_invalid(values, valid_tokens)
     values = values.to(torch.promote_types(rewards.dtype, values.dtype))
-    advantages = torch.zeros_like(values)
+    lengths = valid_tokens.sum(-1, keepdim=True)
+    width = max(lengths.flatten().tolist(), default=0)
+    steps = torch.arange(width, 0, -1, device=values.device) <= lengths  # valid tokens side by side, at the right
+
+    def at_right(tokens: Tensor) -> Tensor:
+        return tokens.new_zeros(steps.shape).masked_scatter(steps, tokens[valid_tokens])
+
+    reward, value = at_right(rewards), at_right(values)
+    advantages = torch.zeros_like(value)
     running = values.new_zeros(len(values))
     following = running if bootstrap is None else bootstrap
-    for step in reversed(range(values.shape[1])):
-        valid = valid_tokens[:, step]
-        delta = rewards[:, step] + gamma * following - values[:, step]
-        running = torch.where(valid, delta + gamma * lam * running, running)
-        following = torch.where(valid, values[:, step], following)
-        advantages[:, step] = torch.where(valid, running, 0.0)
-    return advantages
+    for step in reversed(range(width)):
+        delta = reward[:, step] + gamma * following - value[:, step]
+        running = delta + gamma * lam * running
+        following = value[:, step]
+        advantages[:, step] = running
+    return torch.zeros_like(values).masked_scatter(valid_tokens, advantages[steps])
 
 
 class TurnEstimates(NamedTuple):

@@ -8,6 +8,8 @@ import torch
 from kit.support import in_lockstep
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from lightning_rl import GAE, Estimator
 from lightning_rl.advantages import Advantages, RewardSignal
@@ -57,6 +59,54 @@ def test_hand_worked_rows(
         lam=lam,
     )
     assert_close(found, torch.tensor([expected], dtype=torch.float32), atol=1e-6, rtol=0)
+
+
+def over_every_position(rewards: Tensor, values: Tensor, valid: Tensor, bootstrap: Tensor, lam: Tensor) -> Tensor:
+    """The recursion over all positions, in which a masked one changes nothing."""
+    rewards, values = torch.where(valid, rewards, 0.0), torch.where(valid, values, 0.0)
+    running, following, columns = torch.zeros(len(values)), bootstrap, []
+    for step in reversed(range(values.shape[1])):
+        there = valid[:, step]
+        delta = rewards[:, step] + 0.97 * following - values[:, step]
+        running = torch.where(there, delta + 0.97 * lam * running, running)
+        following = torch.where(there, values[:, step], following)
+        columns.insert(0, torch.where(there, running, 0.0))
+    return torch.stack(columns, 1)
+
+
+@pytest.mark.parametrize(("width", "share"), [(40, 0.7), (40, 0.2), (3000, 0.002)], ids=["holes", "few", "padding"])
+def test_masked_positions_change_no_bit(width: int, share: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 9, width, generator=draw).unbind()
+    valid = torch.rand(9, width, generator=draw) < share
+    valid[0] = False
+    bootstrap, lam = torch.rand(2, 9, generator=draw).unbind()
+    found = gae(rewards, values, valid, gamma=0.97, lam=lam, bootstrap=bootstrap)
+    assert torch.equal(found, over_every_position(rewards, values, valid, bootstrap, lam))
+
+
+class Operations(TorchDispatchMode):
+    """Counts the calls of PyTorch's kernels."""
+
+    number = 0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(valid: Tensor) -> int:
+    with Operations() as mode:
+        gae(valid.float(), valid.float(), valid)
+    return mode.number
+
+
+def test_the_loop_has_as_many_steps_as_the_longest_row_has_valid_tokens() -> None:
+    holes = torch.zeros(2, 500, dtype=torch.bool)
+    holes[0, [3, 200, 499]], holes[1, [0, 1, 2, 9]] = True, True
+    dense = operations(torch.ones(2, 4, dtype=torch.bool))
+    assert operations(holes) == dense < operations(torch.ones(1, 5, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, NAN])

@@ -425,9 +425,9 @@ class SameNoise(TransformersEngine):
     """An engine that draws every batch with the same noise."""
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         seeded = [replace(request, seed=place) for place, request in enumerate(requests)]
-        return super()._draw(seeded, logprobs=logprobs)
+        return super().generate_batch(seeded, logprobs=logprobs)
 
 
 @pytest.mark.parametrize(("engine", "found"), [(SameNoise, True), (TransformersEngine, False)])

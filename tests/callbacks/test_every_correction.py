@@ -9,6 +9,7 @@ import pytest
 import torch
 from kit.host_reads import reads_within
 from kit.support import an_algorithm, ragged_rollout, run_step, view_of_rollout
+from properties.corrections import ACTS_IN_THE_POLICY, CHANGES_ON_POLICY, EXAMPLES, LOGGED_BY_THE_CORE
 from torch import Tensor
 
 import lightning_rl.callbacks
@@ -23,85 +24,12 @@ from lightning_rl import (
     RLCallback,
     Rollout,
 )
-from lightning_rl.callbacks import (
-    OPSM,
-    AdaptiveKL,
-    DivergenceMask,
-    DynamicSampling,
-    EntropyBonus,
-    IcePop,
-    LinearLengthPenalty,
-    NoEOSMask,
-    OffPolicyIS,
-    OutlierMask,
-    OverlongPenalty,
-    PositiveNLL,
-    ReferenceKL,
-    RewardNormalization,
-    RolloutKL,
-    RouterAuxLoss,
-    RouterReplay,
-    ScoreCentering,
-    SequenceRatioMask,
-    StopProperly,
-    TeacherKL,
-    TotalVariationMask,
-    TruncatedIS,
-)
 from lightning_rl.corrections import CONTRIBUTIONS, OUTPUTS, Corrections
 from lightning_rl.policy import Microbatch, Outputs
 from lightning_rl.rollout import TOKEN
 from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
 from lightning_rl.update import from_table
 
-EXAMPLES: list[RLCallback] = [
-    NoEOSMask(),
-    NoEOSMask("drop_tokens"),
-    OPSM(0.05),
-    OPSM(0.05, against="rollout"),
-    OffPolicyIS(0.8, 1.2),
-    TruncatedIS(cap=1.05),
-    TruncatedIS("sequence", cap=1.1),
-    TruncatedIS("geometric", cap=1.02, floor=0.98),
-    TruncatedIS("sequence", cap=1.1, normalized=True),
-    IcePop(0.95, 1.05),
-    SequenceRatioMask("geometric"),
-    SequenceRatioMask("product", 0.9, 1.1),
-    SequenceRatioMask("max", 0.0, 1.1),
-    DivergenceMask(1e-3),
-    DivergenceMask(1e-3, divergence="k3", level="mean"),
-    TotalVariationMask(0.05),
-    TotalVariationMask(0.05, policy="current"),
-    OutlierMask(0.9, 1.1),
-    OverlongPenalty(7, 4),
-    LinearLengthPenalty(0.25, context=0.1, turns=0.1),
-    StopProperly(0.5),
-    StopProperly(reward=-0.5),
-    PositiveNLL(0.1),
-    ReferenceKL(0.1),
-    ReferenceKL(0.1, as_loss=True),
-    RolloutKL(0.1),
-    RolloutKL(0.1, estimator="k3"),
-    ReferenceKL(0.1, as_loss=True, unbiased=True),
-    AdaptiveKL(0.1),
-    AdaptiveKL(0.1, as_loss=True),
-    TeacherKL(),
-    TeacherKL(None, 0.1, as_loss=True, estimator="k2"),
-    DynamicSampling(),
-    EntropyBonus(0.1),
-    EntropyBonus(0.1, target=0.5),
-    RewardNormalization("group", "none"),
-    RouterAuxLoss(0.1),
-    RouterReplay(),
-    ScoreCentering(),
-]
-# decide by finish reason, length, reward, entropy and load of experts, not by policies
-CHANGES_ON_POLICY = (
-    NoEOSMask, OverlongPenalty, LinearLengthPenalty, StopProperly, PositiveNLL, DynamicSampling, EntropyBonus,
-    RewardNormalization, RouterAuxLoss,
-)  # fmt: skip
-LOGGED_BY_THE_CORE = (DynamicSampling, RouterReplay)  # groups/sampled and groups/filtered; kl/rollout
-ACTS_IN_THE_POLICY = (RouterReplay,)  # and on nothing that can be seen here without one
 AT_LOSS = {"sequence_mask", "token_mask", "token_weight", "loss_term", "metrics"}
 each = pytest.mark.parametrize("correction", EXAMPLES, ids=lambda correction: type(correction).__name__)
 

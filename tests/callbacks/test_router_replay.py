@@ -93,8 +93,8 @@ class Misrouting(TransformersEngine):
     """Says that other experts were taken than it took."""
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        found = super()._draw(requests, logprobs=logprobs)
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        found = super().generate_batch(requests, logprobs=logprobs)
         for completion in found:
             for extras in (completion.token_extras, completion.prompt_extras):
                 extras[ROUTES].copy_(random_routes(len(extras[ROUTES]), seed=3))

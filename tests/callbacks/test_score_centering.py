@@ -209,8 +209,8 @@ class Rounded(TransformersEngine):
         super().start(copy.deepcopy(model), tokenizer, **options)
 
     @override
-    def _take(self, weights: Any, version: int) -> None:
-        super()._take(((name, weight + 0.3 * weight.sin()) for name, weight in weights), version)
+    def load_stream(self, weights: Any, version: int) -> None:
+        super().load_stream(((name, weight + 0.3 * weight.sin()) for name, weight in weights), version)
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 5}])

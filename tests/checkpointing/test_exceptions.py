@@ -102,11 +102,11 @@ class Breaks(TransformersEngine):
         self.left, self.error = at, error
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         self.left -= 1
         if not self.left:
             raise self.error
-        return super()._draw(requests, logprobs=logprobs)
+        return super().generate_batch(requests, logprobs=logprobs)
 
 
 def run(

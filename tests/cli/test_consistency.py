@@ -53,10 +53,10 @@ class StaleEngine(TransformersEngine):
         super().start(model, *args, **options)
 
     @override
-    def _take(self, weights: Any, version: int) -> None:
-        super()._take(weights, version)
+    def load_stream(self, weights: Any, version: int) -> None:
+        super().load_stream(weights, version)
         with torch.no_grad():
-            self._model_for("_take").get_parameter("model.layers.1.mlp.down_proj.weight").mul_(1.1)
+            self._model_for("load_stream").get_parameter("model.layers.1.mlp.down_proj.weight").mul_(1.1)
 
 
 def test_an_engine_with_a_stale_tensor_fails_with_its_module(

@@ -133,11 +133,11 @@ class Elsewhere(TransformersEngine):
     """Samples from another distribution than it reports on."""
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> Any:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> Any:
         return [
             type(one)(token_ids=one.token_ids, logprobs=None if one.logprobs is None else one.logprobs - 1.0,
                       finish=one.finish, version=one.version)
-            for one in super()._draw(requests, logprobs=logprobs)
+            for one in super().generate_batch(requests, logprobs=logprobs)
         ]  # fmt: skip
 
 

@@ -128,7 +128,7 @@ def test_nobody_contributes_nothing() -> None:
     none, rollout = Corrections(), ragged_rollout()
     assert none.reward_mask(rollout).all() and none.keep_groups(rollout).all() and not none.exclude(rollout)[0].any()
     assert none.replace_reward(rollout) is None and none.reward_bonus(rollout) is None
-    assert none.token_reward(rollout) is None
+    assert none.token_reward(rollout) == (None, {})
     assert none.policy_factor(view()) == (None, {}) and none.loss_terms(view()) == []
     assert none.metrics(view()) == none.rollout_metrics(rollout) == {}
     assert all(none.contributors(method) == () for method in CONTRIBUTIONS)

@@ -126,9 +126,9 @@ class Noting(FakeEngine):
         self.rounds = list[list[tuple[int, int]]]()
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         self.rounds.append([(request.sample_id, request.turn) for request in requests])
-        return super()._draw(requests, logprobs=logprobs)
+        return super().generate_batch(requests, logprobs=logprobs)
 
 
 @pytest.mark.parametrize(
@@ -289,10 +289,10 @@ class Shared(FakeEngine):
         return self.across(value)
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         self.across("draw")
         self.rounds.append(len(requests))
-        return super()._draw(requests, logprobs=logprobs)
+        return super().generate_batch(requests, logprobs=logprobs)
 
 
 def on_ranks(*ranks: Callable[[Callable[[Any], list[Any]]], Any]) -> list[Any]:

@@ -77,9 +77,9 @@ def test_the_requests_of_a_batch_go_to_the_engine_together() -> None:
     calls: list[int] = []
 
     class Counting(FakeEngine):
-        def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> Any:
+        def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> Any:
             calls.append(len(requests))
-            return super()._draw(requests, logprobs=logprobs)
+            return super().generate_batch(requests, logprobs=logprobs)
 
     module = tiny_module(engine=Counting(scripted), tokenizer=tiny_tokenizer(), evaluation=[GREEDY, several()])
     a_trainer().validate(module, tiny_prompts(validation_batch_size=2), verbose=False)

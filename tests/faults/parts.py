@@ -234,8 +234,8 @@ class Copying(TransformersEngine):
         super().start(copy.deepcopy(model), tokenizer, device=device, dtype=dtype)
 
     @override
-    def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        super()._take(((name, weight) for name, weight in weights if self.takes(name)), version)
+    def load_stream(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        super().load_stream(((name, weight) for name, weight in weights if self.takes(name)), version)
 
 
 class Altering(TransformersEngine):
@@ -251,8 +251,8 @@ class Altering(TransformersEngine):
         self.request, self.completion = request, completion
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        completions = super()._draw([self.request(request) for request in requests], logprobs=logprobs)
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        completions = super().generate_batch([self.request(request) for request in requests], logprobs=logprobs)
         return [self.completion(completion) for completion in completions]
 
 

@@ -104,8 +104,8 @@ def shaped_kl(stats: dict[str, Stat], view: LossView) -> dict[str, Stat]:
 
 
 def other_rows(result: Any, *_: Any) -> Any:
-    rollout, rewards = result
-    return rollout.replace(advantages=rollout.advantages.roll(1, 0)), rewards
+    rollout, *rest = result
+    return rollout.replace(advantages=rollout.advantages.roll(1, 0)), *rest
 
 
 def one_late(rollout: Rollout, *_: Any) -> Rollout:

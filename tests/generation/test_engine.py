@@ -110,12 +110,18 @@ def test_only_an_engine_that_syncs_while_it_generates_may_generate_during_a_sync
     class Watched(FakeEngine):
         capabilities = Capabilities(syncs_while_generating=meanwhile)
 
-        def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        def load_stream(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
             states.append(self.state)
-            super()._take(weights, version)
+            super().load_stream(weights, version)
 
     engine = Watched(lambda _: [2])
     for version in (0, 1):
         engine.load_weights([], version)
     assert states == [EngineState.AWAKE, EngineState.SYNCED if meanwhile else EngineState.AWAKE]
     assert (engine.state, engine.version) == (EngineState.SYNCED, 1)
+
+
+@pytest.mark.parametrize(("former", "name"), [("_take", "load_stream"), ("_draw", "generate_batch")])
+def test_a_subclass_that_overrides_a_method_by_its_former_name_is_refused(former: str, name: str) -> None:
+    with pytest.raises(ValueError, match=f"expected Mine to define {name}, got {former}, its former name: rename it"):
+        type("Mine", (TransformersEngine,), {former: lambda *_: None})

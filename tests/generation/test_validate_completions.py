@@ -39,12 +39,12 @@ class OwnEngine(Engine):
         self.answer = answer
 
     @override
-    def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_stream(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         for _ in weights:
             pass
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         return self.answer([right(request) for request in requests])
 
 
@@ -211,8 +211,8 @@ def test_an_answer_without_any_sample_is_a_warning() -> None:
 def test_a_run_whose_engine_aborts_everything_ends_with_the_reason() -> None:
     class Lost(TransformersEngine):
         @override
-        def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-            drawn = super()._draw(requests, logprobs=logprobs)
+        def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+            drawn = super().generate_batch(requests, logprobs=logprobs)
             return [replace(each, finish=FinishReason.ABORT) for each in drawn]
 
     told = r"taught the policy nothing: the engine aborted every sample \(FinishReason.ABORT\): .* engine/aborted 16"
@@ -304,8 +304,8 @@ class Wrong(TransformersEngine):
         self.wrong, self.sample_id = wrong, sample_id
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        drawn = super()._draw(requests, logprobs=logprobs)
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        drawn = super().generate_batch(requests, logprobs=logprobs)
         return [self.wrong(each) if each.sample_id == self.sample_id else each for each in drawn]
 
 

@@ -23,10 +23,10 @@ class StaleEngine(TransformersEngine):
         self._old: Any = None
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         model = self._model
         self._old = self._old or copy.deepcopy(model)
         self._model = self._old if self.version >= self.since else model
-        drawn = super()._draw(requests, logprobs=logprobs)
+        drawn = super().generate_batch(requests, logprobs=logprobs)
         self._model = model
         return drawn

@@ -101,8 +101,8 @@ VALUE_EXAMPLES: dict[str, ValueLoss] = {
 
 def correction_examples() -> list[RLCallback]:
     """Fresh copies of the examples that ``tests/callbacks/test_every_correction.py`` keeps complete."""
-    path = Path(__file__).parents[1] / "callbacks" / "test_every_correction.py"
-    spec = importlib.util.spec_from_file_location("properties_every_correction", path)
+    path = Path(__file__).with_name("corrections.py")
+    spec = importlib.util.spec_from_file_location("properties_fresh_corrections", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

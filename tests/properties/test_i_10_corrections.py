@@ -5,110 +5,21 @@ Options are read from the signatures, so that a new one without a perturbation f
 
 import copy
 import inspect
-import math
 from typing import Any
 
 import pytest
 import torch
-from kit.support import an_algorithm, tiny_policy
+from kit.support import an_algorithm
 from torch import Tensor
 
 from lightning_rl import GAE, LossView, RLCallback
-from lightning_rl.callbacks import (
-    OPSM,
-    AdaptiveKL,
-    DivergenceMask,
-    DynamicSampling,
-    EntropyBonus,
-    IcePop,
-    LinearLengthPenalty,
-    NoEOSMask,
-    OffPolicyIS,
-    OutlierMask,
-    OverlongPenalty,
-    PositiveNLL,
-    ReferenceKL,
-    RewardNormalization,
-    RolloutKL,
-    RouterAuxLoss,
-    RouterReplay,
-    ScoreCentering,
-    SequenceRatioMask,
-    StopProperly,
-    TeacherKL,
-    TotalVariationMask,
-    TruncatedIS,
-)
+from lightning_rl.callbacks import OPSM, AdaptiveKL, EntropyBonus, TeacherKL
 from lightning_rl.corrections import Corrections
 from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
 from properties.batches import WITNESS
+from properties.corrections import BESIDE, KNOBS, OFF, WITHOUT_OFF_VALUE
 from properties.evaluation import evaluate
 from properties.exports import CORRECTIONS
-
-INF = math.inf
-BAND = {"low": (0.9, 0.99), "high": (1.1, 1.01)}
-KL = {"estimator": ("k3", "k2"), "as_loss": (False, True), "unbiased": (False, True)}
-AS_LOSS = {"unbiased": {"as_loss": True}}
-BESIDE: dict[type, dict[str, dict[str, Any]]] = {
-    ReferenceKL: AS_LOSS, TeacherKL: AS_LOSS, AdaptiveKL: AS_LOSS,
-    EntropyBonus: {"step": {"target": 9.0}},
-    SequenceRatioMask: {name: {"statistic": "geometric"} for name in ("low", "high")},
-    DivergenceMask: {name: {"bound": 1e-3} for name in ("divergence", "level")},
-    TotalVariationMask: {"policy": {"bound": 0.01}},
-    OverlongPenalty: {"max_length": {"cache": 2}, "cache": {"max_length": 6}, "coef": {"max_length": 6, "cache": 2}},
-}  # fmt: skip
-KNOBS: dict[type, dict[str, tuple[Any, Any]]] = {
-    NoEOSMask: {"action": ("zero_reward", "drop_tokens")},
-    OPSM: {"delta": (1e-4, 0.2), "against": ("old", "rollout")},
-    OffPolicyIS: {"min_ratio": (0.0, 0.95), "max_ratio": (2.0, 1.05)},
-    TruncatedIS: {
-        "level": ("token", "geometric"), "cap": (None, 1.05), "floor": (0.0, 0.99), "normalized": (False, True),
-    },
-    IcePop: BAND,
-    SequenceRatioMask: {"statistic": ("geometric", "max"), **BAND},
-    DivergenceMask: {"bound": (1e-3, 0.1), "divergence": ("binary_kl", "k2"), "level": ("token", "max")},
-    TotalVariationMask: {"bound": (0.01, 9.0), "policy": ("old", "current")},
-    LinearLengthPenalty: {"tokens": (0.25, 0.5), "context": (0.0, 0.1), "turns": (0.0, 0.1)},
-    StopProperly: {"scale": (0.0, 0.5), "reward": (None, -1.0)},
-    PositiveNLL: {"coef": (0.1, 0.2), "threshold": (0.0, 1.5), "correct_by": ("task", "other")},
-    OutlierMask: BAND,
-    OverlongPenalty: {"max_length": (6, 5), "cache": (2, 4), "coef": (1.0, 0.5)},
-    ReferenceKL: {"beta": (0.05, 0.1), **KL},
-    RolloutKL: {"coef": (0.1, 0.2), "estimator": ("k2", "k3")},
-    AdaptiveKL: {"beta": (0.05, 0.1), "target": (0.1, 0.01), "horizon": (100, 10), **KL},
-    TeacherKL: {"teacher": (None, tiny_policy), "beta": (0.5, 1.0), **KL},
-    DynamicSampling: {"tolerance": (1e-6, 0.9), "max_rounds": (10, 2), "correct_by": ("task", "other")},
-    EntropyBonus: {"coef": (0.01, 0.02), "target": (None, 9.0), "step": (0.005, 0.01)},
-    RewardNormalization: {
-        "mean": ("batch", "group"), "std": ("batch", "none"), "leave_one_out": (False, True),
-        "unbiased": (True, False), "epsilon": (1e-6, 0.1), "clip": (INF, 0.5),
-        "weights": (None, {"task": 2.0, "other": 1.0}),
-    },
-    RouterAuxLoss: {"coef": (0.001, 0.1)},
-    RouterReplay: {},
-    ScoreCentering: {"k": (32, None)},
-}  # fmt: skip
-OFF: dict[type, list[RLCallback]] = {
-    OPSM: [OPSM(INF), OPSM(INF, against="rollout")],
-    OffPolicyIS: [OffPolicyIS(1.0, 1.0)],
-    IcePop: [IcePop(0.0, INF)],
-    SequenceRatioMask: [SequenceRatioMask(name, 0.0, INF) for name in ("geometric", "product", "max")],
-    DivergenceMask: [DivergenceMask(INF), DivergenceMask(INF, level="sum")],
-    TotalVariationMask: [TotalVariationMask(INF), TotalVariationMask(INF, policy="current")],
-    TruncatedIS: [TruncatedIS(cap=1.0, floor=1.0)],
-    LinearLengthPenalty: [LinearLengthPenalty(0.0)],
-    StopProperly: [StopProperly(1.0)],
-    PositiveNLL: [PositiveNLL(0.0)],
-    OutlierMask: [OutlierMask(0.0, INF)],
-    OverlongPenalty: [OverlongPenalty(6, 4, coef=0.0)],
-    ReferenceKL: [ReferenceKL(0.0), ReferenceKL(0.0, as_loss=True), ReferenceKL(0.0, as_loss=True, unbiased=True)],
-    RolloutKL: [RolloutKL(0.0), RolloutKL(0.0, estimator="k3")],
-    TeacherKL: [TeacherKL(None, 0.0), TeacherKL(None, 0.0, as_loss=True)],
-    EntropyBonus: [EntropyBonus(0.0)],
-    RewardNormalization: [RewardNormalization("none", "none")],
-    RouterAuxLoss: [RouterAuxLoss(0.0)],
-}
-WITHOUT_OFF_VALUE = {AdaptiveKL, NoEOSMask, DynamicSampling, RouterReplay, ScoreCentering}  # at 0 one could not adapt
 
 
 def outcome(correction: RLCallback) -> dict[str, Any]:

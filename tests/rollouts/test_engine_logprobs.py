@@ -30,10 +30,10 @@ class Asked(FakeEngine):
         self.asked: dict[int, set[bool]] = {}
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         for request in requests:
             self.asked.setdefault(request.rollout, set()).add(logprobs)
-        return super()._draw(requests, logprobs=logprobs)
+        return super().generate_batch(requests, logprobs=logprobs)
 
 
 def asked_in(*callbacks: RLCallback, **options: Any) -> list[int]:

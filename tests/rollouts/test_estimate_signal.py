@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_rl import GAE, GRPO, RLOO, FinishReason, RawReward, Rewards, Rollout
 from lightning_rl.advantages import Advantages, Estimator, RewardSignal, RowFunction, resolve_advantages
-from lightning_rl.callbacks import NoEOSMask, OverlongPenalty
+from lightning_rl.callbacks import AdaptiveKL, NoEOSMask, OverlongPenalty, ReferenceKL
 from lightning_rl.corrections import Corrections, RLCallback, Stat
 from lightning_rl.rollout import SUM_PI_SQUARED
 from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
@@ -118,6 +118,19 @@ def test_an_advantage_that_is_not_finite_raises_and_names_the_sample(poison: flo
         ValueError, match=r"advantages from the estimator <lambda>, got .* for sample 102 at position 0"
     ):
         signal(rollout, lambda scores, _groups, _rewarded: torch.where(scores == 2, poison, scores))
+
+
+def test_the_kl_penalty_is_what_kl_corrections_subtract_and_other_token_rewards_have_their_own_names() -> None:
+    rollout = rollout_of([1.0], [[1, 1, 0]])
+    old = torch.tensor([[-1.0, -1.0, NAN]])
+    rollout = rollout.replace(old_logprobs=old, ref_logprobs=old - 0.5, values=torch.zeros(1, 3))
+    callbacks = [ReferenceKL(0.1), AdaptiveKL(0.2, horizon=10)]
+    others = [callback_of(name, token_reward=lambda seen: torch.full(seen.response_ids.shape, 0.25)) for name in "pq"]
+    _, stats, _ = signal(rollout, GAE(), *callbacks, *others)
+    assert stats["kl/penalty"] == pytest.approx(0.3 * 0.5)
+    assert stats["p/token_reward"] == stats["q/token_reward"] == 0.25
+    _, stats, _ = signal(rollout, GAE(), *others)
+    assert "kl/penalty" not in stats
 
 
 class Counted(Estimator):

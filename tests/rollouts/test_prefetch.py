@@ -84,12 +84,12 @@ class Late(TransformersEngine):
         self.steps, self.held = steps, list[tuple[dict[str, Tensor], dict[str, Tensor]]]()
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         before = self.copied()
         if in_background():
             self.steps.wait_for(self.version + 1)
             self.held.append((before, self.copied()))
-        return super()._draw(requests, logprobs=logprobs)
+        return super().generate_batch(requests, logprobs=logprobs)
 
     def copied(self) -> dict[str, Tensor]:
         """The weights that it decodes with, now."""
@@ -183,11 +183,11 @@ def test_staleness_is_measured_for_each_token() -> None:
 def test_without_staleness_nothing_runs_in_another_thread_and_nothing_is_copied() -> None:
     module = module_of(0)
     drawn = list[bool]()
-    draw = TransformersEngine._draw  # noqa: SLF001
+    draw = TransformersEngine.generate_batch
 
     class Watched(TransformersEngine):
         @override
-        def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
             drawn.append(in_background())
             return draw(self, requests, logprobs=logprobs)
 
@@ -206,12 +206,12 @@ class Paused(FakeEngine):
         self.steps, self.late = steps, late
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         version = self.version
         if in_background():
             version = max(version - self.late, 0)
             self.steps.wait_for(version + 1)
-        return [replace(found, version=version) for found in super()._draw(requests, logprobs=logprobs)]
+        return [replace(found, version=version) for found in super().generate_batch(requests, logprobs=logprobs)]
 
 
 def test_an_engine_that_takes_weights_while_it_generates_may_be_further_ahead() -> None:
@@ -255,10 +255,10 @@ def test_the_thread_has_autocast_and_number_of_threads_of_the_trainer() -> None:
 
     class Looks(TransformersEngine):
         @override
-        def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
             state = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_num_threads()
             seen.append((in_background(), *state))
-            return super()._draw(requests, logprobs=logprobs)
+            return super().generate_batch(requests, logprobs=logprobs)
 
     fit(module_of(engine=Looks()), callbacks=[TruncatedIS()], precision="bf16-mixed", data=tiny_prompts(8, 4))
     assert set(seen) == {(False, True, torch.bfloat16, 1), (True, True, torch.bfloat16, 1)}
@@ -284,8 +284,8 @@ def test_the_audit_knows_every_sample_and_allows_versions_within_the_bound() -> 
 def test_versions_that_no_sync_had_are_refused_before_anything_trains(tmp_path: Path) -> None:
     class Ahead(Paused):
         @override
-        def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-            return [replace(drawn, version=9) for drawn in super()._draw(requests, logprobs=logprobs)]
+        def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+            return [replace(drawn, version=9) for drawn in super().generate_batch(requests, logprobs=logprobs)]
 
     with pytest.raises(EngineError, match="weights that were pushed, the last of which is 0 from Ahead, got version 9"):
         fit(module_of(2, engine=Ahead(Steps())), callbacks=[TruncatedIS()], default_root_dir=tmp_path)

@@ -45,12 +45,12 @@ class Gated(TransformersEngine):
         self.gate, self.fails = threading.Event(), fails
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         if threading.current_thread() is not threading.main_thread():
             assert self.gate.wait(WAIT), "the gate stayed closed"
             if self.fails is not None:
                 raise self.fails
-        return super()._draw(requests, logprobs=logprobs)
+        return super().generate_batch(requests, logprobs=logprobs)
 
 
 def hooked(**hooks: Callable[..., Any]) -> Callback:
@@ -175,7 +175,7 @@ def test_an_error_of_the_engine_comes_with_the_traceback_of_its_thread(tmp_path:
     with pytest.raises(OSError, match="the engine is gone") as raised:
         run(None, opening, engine=engine, trainer={"default_root_dir": tmp_path})
     frames = {frame.name for frame in traceback.extract_tb(raised.value.__traceback__)}
-    assert {"_draw", "generate", "take", "on_train_batch_start"} <= frames
+    assert {"generate_batch", "generate", "take", "on_train_batch_start"} <= frames
     assert engine.state is EngineState.ASLEEP and in_flight() == []
     assert torch.load(tmp_path / INTERRUPTED, weights_only=True)["global_step"] == 4
 

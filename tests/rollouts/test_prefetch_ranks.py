@@ -25,10 +25,10 @@ class Failing(TransformersEngine):
     """Fails ahead of the trainer, on the second rank alone."""
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         if threading.current_thread() is not threading.main_thread() and torch.distributed.get_rank() == 1:
             raise OSError("the engine is gone")
-        return super()._draw(requests, logprobs=logprobs)
+        return super().generate_batch(requests, logprobs=logprobs)
 
 
 def run(ranks: int, engine: TransformersEngine | None = None) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:

@@ -56,8 +56,8 @@ class Mismatched(TransformersEngine):
     """Says of every token another log-probability than the trainer does, the same on any rank."""
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        completions = super()._draw(requests, logprobs=logprobs)
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        completions = super().generate_batch(requests, logprobs=logprobs)
         return [replace(one, logprobs=_moved(one)) if one.logprobs is not None else one for one in completions]
 
 

@@ -36,11 +36,11 @@ class Slow(TransformersEngine):
     left = 1
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         if first() and self.left:
             self.left = 0
             time.sleep(LONG)
-        return super()._draw(requests, logprobs=logprobs)
+        return super().generate_batch(requests, logprobs=logprobs)
 
 
 def slow_reward(prompts: Sequence[Any], *_: Any, trainer_state: Any, **__: Any) -> list[float]:

@@ -38,15 +38,15 @@ class OneAfterTheOther(TransformersEngine):
         self.folder, self.rollouts, self.lengths = folder, 0, list[int]()
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         if requests[0].sampling.max_new_tokens != LONG:  # the canary's
-            return super()._draw(requests, logprobs=logprobs)
+            return super().generate_batch(requests, logprobs=logprobs)
         self.rollouts += 1
         first = dist.get_rank() == self.rollouts % 2  # the long one begins, then the short one
         length = LONG if dist.get_rank() == 1 else SHORT
         cut = [with_sampling(request, max_new_tokens=length, eos_token_ids=()) for request in requests]
         with self.turn(waits=not first):
-            completions = super()._draw(cut, logprobs=logprobs)
+            completions = super().generate_batch(cut, logprobs=logprobs)
         self.lengths += [len(completion.token_ids) for completion in completions]
         return [replace(completion, **self.ending(completion.token_ids)) for completion in completions]
 

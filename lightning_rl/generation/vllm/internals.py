@@ -16,7 +16,7 @@ from functools import partial, wraps
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -324,12 +324,12 @@ def _target_of(model: Any, tensors: Collection[str], name: str) -> tuple[str, in
     return _map_name(model, tensors, "", name)
 
 
-def _map_name(module: Any, tensors: Collection[str], path: str, name: str) -> tuple[str, int] | None:
+def _map_name(module: nn.Module, tensors: Collection[str], path: str, name: str) -> tuple[str, int] | None:
     """Return the name after the mappers of a module and nested modules with ``load_weights``.
 
     ``path`` is the path of the module with a dot at its end, ``name`` is relative to it.
     """
-    mapper = getattr(module, "hf_to_vllm_mapper", None)
+    mapper: Any = getattr(module, "hf_to_vllm_mapper", None)
     mapped = (name, None) if mapper is None else mapper._map_name_with_shard(name)  # noqa: SLF001
     if mapped is None:
         return None
@@ -338,7 +338,9 @@ def _map_name(module: Any, tensors: Collection[str], path: str, name: str) -> tu
     for number, part in enumerate(parts[:-1] if path + name not in tensors else (), 1):
         inner = getattr(inner, part, None)
         if callable(getattr(inner, "load_weights", None)):
-            return _map_name(inner, tensors, f"{path}{'.'.join(parts[:number])}.", ".".join(parts[number:]))
+            return _map_name(
+                cast(nn.Module, inner), tensors, f"{path}{'.'.join(parts[:number])}.", ".".join(parts[number:])
+            )
     return path + name, len(shards) if isinstance(shards, list) else 1
 
 

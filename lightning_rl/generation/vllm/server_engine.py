@@ -203,7 +203,7 @@ class VLLMServerEngine(Engine):
 
     @override
     @torch.no_grad()
-    def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_stream(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Push the weights from rank 0 to the servers; the other ranks read the stream and wait for the servers.
 
         The stream is read to its end even after a failure, because other ranks take part in gathering it. Requests in
@@ -246,7 +246,7 @@ class VLLMServerEngine(Engine):
         push.advance(label)
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         """Return completions; after a failure all other requests are cancelled.
 
         Requests with the same prompt go to one server, but separately: vLLM gives the samples of one request

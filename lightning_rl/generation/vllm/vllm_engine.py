@@ -285,7 +285,7 @@ class VLLMEngine(Engine):
     @override
     @torch.inference_mode(mode=False)
     @torch.no_grad()
-    def _take(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_stream(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Stream the weights into vLLM; even after a failure read the whole stream, which other ranks gather too."""
         rest, device = iter(weights), next(self._model.parameters()).device
         outgoing = weight_stream.verify(self._outgoing(rest), self._plan.expected)
@@ -306,7 +306,7 @@ class VLLMEngine(Engine):
         internals.reset_prefix_cache(self._llm)
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         number, (requests, first) = len(requests), self._gather(requests)
         if not requests:
             return []

@@ -382,8 +382,8 @@ class CumulativeLogprobs(TransformersEngine):
     """Engine that returns the cumulative log-probability at each token."""
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        drawn = super()._draw(requests, logprobs=logprobs)
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        drawn = super().generate_batch(requests, logprobs=logprobs)
         known = [None if each.logprobs is None else each.logprobs.cumsum(0) for each in drawn]
         return [dataclasses.replace(each, logprobs=one) for each, one in zip(drawn, known, strict=True)]
 
@@ -404,8 +404,8 @@ def metrics_of_shaped(rollout: Rollout, scores: Tensor, shaped: Tensor) -> dict[
 
 
 def scores_as_rewards(result: Any, *_: Any) -> Any:
-    rollout, signal = result
-    return rollout.replace(rewards=signal.scores), signal
+    rollout, signal, stats = result
+    return rollout.replace(rewards=signal.scores), signal, stats
 
 
 def renames_for_dashboard(trainer: Any, pl_module: Any) -> None:
@@ -475,8 +475,8 @@ class Finishing(TransformersEngine):
     capabilities = dataclasses.replace(TransformersEngine.capabilities, returns_logprobs=False)
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        drawn = [unknown(each) for each in super()._draw(requests, logprobs=False)]
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        drawn = [unknown(each) for each in super().generate_batch(requests, logprobs=False)]
         return sorted(drawn, key=lambda each: len(each.token_ids))
 
 
@@ -486,8 +486,8 @@ class FinishingInPairs(TransformersEngine):
     capabilities = dataclasses.replace(TransformersEngine.capabilities, returns_logprobs=False)
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        drawn = [unknown(each) for each in super()._draw(requests, logprobs=False)]
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        drawn = [unknown(each) for each in super().generate_batch(requests, logprobs=False)]
         batches = [drawn[start : start + 8] for start in range(0, len(drawn), 8)]
         return [each for batch in batches for each in sorted(batch, key=lambda one: len(one.token_ids))]
 
@@ -509,8 +509,8 @@ class SeedsByPlace(TransformersEngine):
     """Engine that seeds each place of a batch alike in every rollout."""
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        return super()._draw(
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        return super().generate_batch(
             [dataclasses.replace(request, seed=place) for place, request in enumerate(requests)], logprobs=logprobs
         )
 
@@ -519,8 +519,8 @@ class FewSeeds(TransformersEngine):
     """Engine that keeps the last three bits of a seed."""
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        return super()._draw(
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        return super().generate_batch(
             [dataclasses.replace(request, seed=request.seed % 8) for request in requests], logprobs=logprobs
         )
 

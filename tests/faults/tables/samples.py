@@ -49,9 +49,9 @@ class Drawing(TransformersEngine):
 
     @override
     @torch.no_grad()
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         if any(request.sampling.temperature == 0 for request in requests):
-            return super()._draw(requests, logprobs=logprobs)
+            return super().generate_batch(requests, logprobs=logprobs)
         return [self._complete(request) for request in requests]
 
     def _complete(self, request: Request) -> Completion:
@@ -105,9 +105,9 @@ class Repeating(TransformersEngine):
     """Returns one answer for all samples of a prompt."""
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
         first: dict[tuple[int, ...], Completion] = {}
-        drawn = super()._draw(requests, logprobs=logprobs)
+        drawn = super().generate_batch(requests, logprobs=logprobs)
         return [first.setdefault(request.prefix_ids, one) for request, one in zip(requests, drawn, strict=True)]
 
 
@@ -119,8 +119,8 @@ class Remembering(TransformersEngine):
         self.known: dict[tuple[Any, ...], Completion] = {}
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        drawn, given = super()._draw(requests, logprobs=logprobs), []
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        drawn, given = super().generate_batch(requests, logprobs=logprobs), []
         for request, completion in zip(requests, drawn, strict=True):
             key = (request.prefix_ids, request.sample_id % 4)
             kept = self.known.setdefault(key, completion)
@@ -140,8 +140,8 @@ class Reordering(TransformersEngine):
         self.order = order
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        drawn = super()._draw(requests, logprobs=logprobs)
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        drawn = super().generate_batch(requests, logprobs=logprobs)
         return [drawn[place] for place in self.order(requests, drawn)] if len(drawn) > 1 else drawn
 
 
@@ -172,8 +172,8 @@ class Silent(TransformersEngine):
     """Returns an empty answer with finish reason stop to every fifth request."""
 
     @override
-    def _draw(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
-        drawn = super()._draw(requests, logprobs=logprobs)
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        drawn = super().generate_batch(requests, logprobs=logprobs)
         nothing = {"token_ids": (), "logprobs": torch.zeros(0), "finish": FinishReason.STOP}
         return [
             dataclasses.replace(one, **nothing) if request.sample_id % 5 == 0 and one.logprobs is not None else one

@@ -43,14 +43,14 @@ class Watched:
     def sync(self, change: Callable[[Weights], Weights] = iter) -> tuple[float, float] | None:
         """Sync once; ``change`` may modify the stream."""
         self.version += 1
-        take = self.engine._take  # noqa: SLF001
-        self.engine._take = lambda weights, version: take(change(weights), version)  # noqa: SLF001
+        take = self.engine.load_stream
+        self.engine.load_stream = lambda weights, version: take(change(weights), version)
         try:
             return synchronize(
                 self.engine, self.model.named_parameters(), self.version, self.policy, **alone(self.model)
             )
         finally:
-            del self.engine._take  # noqa: SLF001
+            del self.engine.load_stream
 
     def step(self, scale: float = 1e-3) -> dict[str, Tensor]:
         """Move every weight, and return the old ones."""
@@ -241,14 +241,14 @@ def test_wrong_weights_and_a_wrong_forward_are_found_from_the_first_sync_on(
     if not first:
         run.sync()
         run.step(1e-5)
-    take = run.engine._take  # noqa: SLF001
+    take = run.engine.load_stream
 
     def broken(weights: Weights, version: int) -> None:
         take(weights, version)
         with torch.no_grad():
             fault(run.engine._model_for("fault"))  # noqa: SLF001
 
-    run.engine._take = broken  # noqa: SLF001
+    run.engine.load_stream = broken
     with pytest.raises(CanaryError, match="not the trainer's: "):
         synchronize(run.engine, run.model.named_parameters(), 9, run.policy, **alone(run.model))
 
@@ -428,9 +428,9 @@ def test_a_fault_ends_the_run() -> None:
         def start(self, model: PreTrainedModel, tokenizer: Any, *, device: torch.device, dtype: torch.dtype) -> None:
             super().start(copy.deepcopy(model), tokenizer, device=device, dtype=dtype)
 
-        def _take(self, weights: Any, version: int) -> None:
+        def load_stream(self, weights: Any, version: int) -> None:
             self.syncs += 1
-            super()._take(weights if self.syncs < 3 else (), version)
+            super().load_stream(weights if self.syncs < 3 else (), version)
 
     module = tiny_module(engine=Copying())
     with pytest.raises(CanaryError, match=r"version 2, but its log-probabilities are bit for bit those of version 1"):

@@ -1,0 +1,47 @@
+"""Interface of the module that rollouts train."""
+
+from typing import Protocol
+
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_rl.data import PromptDataModule, StepIndex
+from lightning_rl.distributed import Parallel
+from lightning_rl.generation import Engine, SamplingParams
+from lightning_rl.policy import PolicyModel
+from lightning_rl.policy.run_models import RunModels
+from lightning_rl.rewards import Rewards
+from lightning_rl.rollouts.state import RunState
+
+
+class TrainedModule(Protocol):
+    """Module of a run, as far as the callbacks of the run and the estimate of its memory read it."""
+
+    engine: Engine
+    group_size: int
+    max_staleness: int
+    minibatches_per_rollout: int
+    models: RunModels
+    rewards: Rewards
+    run: RunState
+    sampling: SamplingParams
+
+    @property
+    def trainer(self) -> Trainer: ...  # noqa: D102
+
+    @property
+    def device(self) -> torch.device: ...  # noqa: D102
+
+    @property
+    def data_module(self) -> PromptDataModule: ...  # noqa: D102
+
+    @property
+    def parallel(self) -> Parallel: ...  # noqa: D102
+
+    @property
+    def required_policy(self) -> PolicyModel: ...  # noqa: D102
+
+    @property
+    def steps_per_rollout(self) -> int: ...  # noqa: D102
+
+    def skips(self, step_index: StepIndex) -> bool: ...  # noqa: D102
