@@ -23,8 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.audit.audit_error import AuditError
-from lightning_rl.audit.checks import CHECKS, Check, judge
+from lightning_rl.audit.checks import CHECKS
 from lightning_rl.audit.checks.reward_checks import samples_of_calls
 from lightning_rl.audit.conversation_evidence import (
     conversation_figures,
@@ -32,7 +31,6 @@ from lightning_rl.audit.conversation_evidence import (
     judged_otherwise,
     words_logprob,
 )
-from lightning_rl.audit.copies import CopyError, numbers_of
 from lightning_rl.audit.environment_repeats import ReplayWatch
 from lightning_rl.audit.evaluation_watch import EvaluationWatch
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
@@ -57,7 +55,6 @@ from lightning_rl.audit.sampling_statistics import KEPT_ROLLOUTS, Earlier, earli
 from lightning_rl.audit.saved import save
 from lightning_rl.audit.schedule import OF_TRACE, in_turn, part_of, takes_turn
 from lightning_rl.audit.step_evidence import StepEvidence
-from lightning_rl.audit.subsample import some_groups, some_rows
 from lightning_rl.audit.turn_boundaries import unsampled_tokens
 from lightning_rl.audit.user_hooks import suspects
 from lightning_rl.audit.watch import FieldWatch
@@ -69,6 +66,9 @@ from lightning_rl.module import RLLightningModule
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.step_metrics import StepMetrics
+from lightning_rl.testing.properties.check import Check, judge
+from lightning_rl.testing.properties.copies import CopyError, numbers_of
+from lightning_rl.testing.properties.subsample import some_groups, some_rows
 from lightning_rl.utils.arguments import check_choices, check_counts
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.seeding import fork_generators
@@ -77,6 +77,10 @@ from lightning_rl.utils.trainer import callbacks_of
 
 FOLDER = "audit"
 ROW_LOGGED = f"[Callback]{StepMetrics.__qualname__}.on_train_batch_end"
+
+
+class AuditError(RuntimeError):
+    """Raised by ``SignalAudit(mode="raise")``; the message contains all findings."""
 
 
 class SignalAudit(RLCallback):

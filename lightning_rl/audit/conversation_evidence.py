@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_rl.audit.forwards import policy_outputs
-from lightning_rl.audit.recomputed_metrics import population
 from lightning_rl.audit.sampling_statistics import Pair, turns_of
 from lightning_rl.corrections import Stat
 from lightning_rl.environments import Message, ToolEnvironment
@@ -19,6 +18,7 @@ from lightning_rl.generation import Completion
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import TURNS, FinishReason, Rollout
+from lightning_rl.testing.properties.definitions import population
 
 CONVERSATION, ENVIRONMENT_REWARD = REWARD_COLUMNS
 MAX_TOKENS = 16_384  # of the rows whose environment tokens are scored; longer ones are not scored

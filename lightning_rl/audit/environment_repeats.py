@@ -14,10 +14,8 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from lightning_rl.audit.conversation_evidence import AuditedConversation
-from lightning_rl.audit.copies import copy_apart
 from lightning_rl.audit.outside import refuse_outside
-from lightning_rl.audit.reward_repeats import same_value
-from lightning_rl.audit.subsample import calls_again, order_of
+from lightning_rl.audit.schedule import calls_again
 from lightning_rl.data.row_schema import TOOLS, own_variables
 from lightning_rl.environments import Action, Environment, ObjectEnvironment, ToolEnvironment
 from lightning_rl.environments.messages import REWRITTEN, message_of
@@ -27,6 +25,9 @@ from lightning_rl.environments.tools import schemas_of
 from lightning_rl.generation import Completion, request_seed
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import FinishReason
+from lightning_rl.testing.properties.copies import copy_apart
+from lightning_rl.testing.properties.reward_rows import same_value
+from lightning_rl.testing.properties.subsample import order_of
 from lightning_rl.utils.keys import hide_secrets
 from lightning_rl.utils.mutation_guard import copy_plain
 from lightning_rl.utils.seeding import fork_generators

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_rl.audit.copies import CopyError, copy_state
 from lightning_rl.audit.parameter_tracer import sample_entries
 from lightning_rl.audit.rates import dependencies
 from lightning_rl.audit.step_evidence import StepEvidence
@@ -20,6 +19,7 @@ from lightning_rl.policy import FrozenModel, Microbatch, Outputs, PolicyModel
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.policy.sampling_mask import from_bits
 from lightning_rl.rollout import SAMPLING_MASK, TURNS, Rollout
+from lightning_rl.testing.properties.copies import CopyError, copy_state
 
 PLAIN_ROWS, PLAIN_TOKENS, ENTRIES = 2, 48, 16
 SILENT_ROWS, SILENT = 4, 8  # rows and parameters to try if no backward pass reached a parameter

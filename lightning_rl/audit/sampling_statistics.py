@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rl.audit.forwards import forwards_plainly
-from lightning_rl.audit.subsample import order_of
 from lightning_rl.audit.token_bets import WAGERS, bet, bet_on_kinds, kinds_of, owners_of, places_of
 from lightning_rl.generation import Completion, Request
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy.sampling_mask import from_bits
 from lightning_rl.rollout import SAMPLING_MASK, FinishReason
+from lightning_rl.testing.properties.subsample import order_of
 
 Pair = tuple[Request, Completion]
 MIN_DRAWS, MAX_DRAWS, MAX_TOKENS = 4, 48, 48  # number of draws; scored tokens per draw

@@ -11,12 +11,13 @@ from typing import Any, get_args, get_type_hints
 import torch
 from torch.serialization import safe_globals
 
-from lightning_rl.audit.checks import CHECKS, run_checks
+from lightning_rl.audit.checks import CHECKS
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.corrections import RLCallback
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import rebuild_rollout
+from lightning_rl.testing.properties.check import run_checks
 from lightning_rl.utils.finding import Finding
 
 SAVED = [spec.name for spec in fields(Evidence) if spec.name not in ("algorithm", "text")]

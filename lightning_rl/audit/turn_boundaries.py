@@ -10,12 +10,12 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from lightning_rl.audit.conversation_evidence import AuditedConversation
-from lightning_rl.audit.subsample import order_of
 from lightning_rl.data.row_schema import TOOLS, own_variables
 from lightning_rl.environments import Bridge, BridgeError, Message
 from lightning_rl.environments.chat_template import MARK, SANITIZES, control_tokens, dummies
 from lightning_rl.environments.messages import REWRITTEN
 from lightning_rl.module import RLLightningModule
+from lightning_rl.testing.properties.subsample import order_of
 
 MAX_WRITTEN = 24  # per audit
 OTHER = "another answer, of other words!"  # replaces the mark
