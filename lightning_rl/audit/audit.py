@@ -133,7 +133,7 @@ class SignalAudit(RLCallback):
         self.mode = mode
         self._rotates = checks is None
         self.checks: tuple[Check, ...] = tuple(CHECKS[name] for name in (CHECKS if checks is None else checks))
-        self.findings: list[Finding] = []
+        self.findings: list[Finding] = []  # pyrefly: ignore[bad-override-mutable-attribute]
         self.declared: list[Finding] = []
         self.skipped: dict[str, str] = {}
         self.seconds = self._spent = self._since_last = 0.0
