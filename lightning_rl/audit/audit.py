@@ -260,14 +260,14 @@ class SignalAudit(RLCallback):
     ) -> None:
         begin = time.perf_counter()
         if self._run is not None and not trainer.sanity_checking:
-            self._run.evaluations.note_batch()
+            self._run.note_evaluations()
         self._count(begin)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         begin = time.perf_counter()
         if self._run is not None and not trainer.sanity_checking:
-            self._run.evaluations.end()
+            self._run.evaluations.end({name: float(value) for name, value in trainer.callback_metrics.items()})
         self._count(begin)
 
     def _report(self, evidence: Evidence, begin: float, *, of_step: bool) -> None:
@@ -332,10 +332,15 @@ class _RunWatch:
         self._passes: dict[int, Tensor] = {}
         self.fields.state.active = True
         self._rates = StepRates(module, lambda: self.fields.state.idled, rates_set=bool(self.fields.state.setting))
-        self._rewards, self._replays = RewardWatch(module.rewards.by_name), ReplayWatch(module)
+        self._rewards, self._replays = RewardWatch(module.rewards.by_name), ReplayWatch()
         self._prompts, self._earlier = PromptWatch(module), list[Earlier]()
         self._resumed = list(forgotten_states(module))
-        self.evaluations = EvaluationWatch(module)
+        self.evaluations = EvaluationWatch()
+
+    def note_evaluations(self) -> None:
+        """Record the reward calls of a batch of evaluations."""
+        if self.module.parallel.ranks == 1 and not self.module.environment_factories:
+            self.evaluations.note_batch(self.module.evaluator.latest_calls)
 
     def compare_with_checkpoint(self, checkpoint: Fingerprint) -> None:
         """Compare the state before the first optimizer step with the checkpoint that was loaded."""
@@ -381,7 +386,7 @@ class _RunWatch:
         self.turn += 1
         critic = module.required_policy.value_head is not None
         facts, samples = RunFacts.of(module), samples_of_calls(self.batches, self.calls)
-        conversations = conversations_of(module, self.batches, self.rounds)
+        conversations = conversations_of(list(module.environment_factories), self.batches, self.rounds)
         draws = score_draws(
             module, self.batches, self._number, facts.tolerance, earlier=self._earlier, part=part_of(self._place)
         )
@@ -417,14 +422,16 @@ class _RunWatch:
             ),
             plain=plain_forwards(module, rows) if self._looks_at("logprob_alignment") else (),
             token_gradients=token_gradients(module, rows) if self._looks_at("token_gradients") else (),
-            written=unsampled_tokens(module, conversations, self._number),
-            words_logprob=words_logprob(module, rollout) if module.environment_factories else None,
+            written=unsampled_tokens(module.sampler.environments, conversations, self._number),
+            words_logprob=words_logprob(partial(policy_outputs, module), module.parallel.collectives, rollout)
+            if module.environment_factories
+            else None,
             judged_otherwise=judged_otherwise(conversations),
             reference_weights=weights,
             reference_scores=reference_scores,
             reference_mover=self.fields.state.reference_mover,
             replies=[*self._rewards.ask(self.calls, samples), *self.evaluations.ask()],
-            replays=self._replays.ask(conversations, self._number),
+            replays=self._replays.ask(module.sampler.environments, module.data_module, conversations, self._number),
         )
         self._own_figures = {}
         self._conversation_figures = (
