@@ -38,6 +38,7 @@ from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import (
     fixed_scores,
     plain_forwards,
+    plain_logits,
     policy_outputs,
     reference_weights,
     silent_parameters,
@@ -388,7 +389,13 @@ class _RunWatch:
         facts, samples = RunFacts.of(module), samples_of_calls(self.batches, self.calls)
         conversations = conversations_of(list(module.environment_factories), self.batches, self.rounds)
         draws = score_draws(
-            module, self.batches, self._number, facts.tolerance, earlier=self._earlier, part=part_of(self._place)
+            module.run.sampling,
+            partial(plain_logits, module),
+            self.batches,
+            self._number,
+            facts.tolerance,
+            earlier=self._earlier,
+            part=part_of(self._place),
         )
         outputs = policy_outputs(module, rows)
         weights, reference_scores = self._look_at_reference() if self._looks_at("reference_stays") else ((), ())

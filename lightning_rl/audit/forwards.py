@@ -1,6 +1,6 @@
 """Forward passes of the models on a few rows, by the run's own path and by a model's plain one."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -277,6 +277,16 @@ def fixed_scores(module: RLLightningModule, scorer: PolicyModel | FrozenModel) -
     with module.trainer.precision_plugin.forward_context():
         logprobs = scorer.logprobs(layout) if isinstance(scorer, FrozenModel) else scorer(layout).logprobs
     return logprobs.double().flatten().cpu()
+
+
+def plain_logits(module: RLLightningModule, token_ids: Sequence[Sequence[int]]) -> Tensor | None:
+    """Return the logits after each token, [B, T, V], by the policy's own forward; None if weights are sharded."""
+    if not forwards_plainly(module):
+        return None
+    model = module.required_policy.model
+    ids = [torch.tensor(one, device=next(model.parameters()).device) for one in token_ids]
+    with module.trainer.precision_plugin.forward_context():
+        return model(input_ids=nn.utils.rnn.pad_sequence(ids, batch_first=True), use_cache=False).logits
 
 
 def forwards_plainly(module: RLLightningModule) -> bool:
