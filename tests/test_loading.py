@@ -37,7 +37,8 @@ KNOWN = {
     "lightning_rl/processes/worker.py": "cloudpickle.loads(",
     "lightning_rl/rewards/code_driver.py": "exec(",  # of a tested program, inside of the sandbox
     "lightning_rl/serialization.py": "import_module(",  # of modules with fixed names
-    "lightning_rl/testing/check_environment.py": "cloudpickle.loads(",  # of what it has just pickled
+    "lightning_rl/testing/__init__.py": "import_module(",  # names of this package
+    "lightning_rl/testing/environments.py": "cloudpickle.loads(",  # of what it has just pickled
 }
 
 

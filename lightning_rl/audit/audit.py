@@ -23,8 +23,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.audit.audit_error import AuditError
-from lightning_rl.audit.checks import CHECKS, Check, judge
+from lightning_rl.audit.checks import CHECKS
 from lightning_rl.audit.checks.reward_checks import samples_of_calls
 from lightning_rl.audit.conversation_evidence import (
     conversation_figures,
@@ -32,7 +31,6 @@ from lightning_rl.audit.conversation_evidence import (
     judged_otherwise,
     words_logprob,
 )
-from lightning_rl.audit.copies import CopyError, numbers_of
 from lightning_rl.audit.environment_repeats import ReplayWatch
 from lightning_rl.audit.evaluation_watch import EvaluationWatch
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
@@ -40,6 +38,7 @@ from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import (
     fixed_scores,
     plain_forwards,
+    plain_logits,
     policy_outputs,
     reference_weights,
     silent_parameters,
@@ -57,7 +56,6 @@ from lightning_rl.audit.sampling_statistics import KEPT_ROLLOUTS, Earlier, earli
 from lightning_rl.audit.saved import save
 from lightning_rl.audit.schedule import OF_TRACE, in_turn, part_of, takes_turn
 from lightning_rl.audit.step_evidence import StepEvidence
-from lightning_rl.audit.subsample import some_groups, some_rows
 from lightning_rl.audit.turn_boundaries import unsampled_tokens
 from lightning_rl.audit.user_hooks import suspects
 from lightning_rl.audit.watch import FieldWatch
@@ -69,6 +67,9 @@ from lightning_rl.module import RLLightningModule
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.step_metrics import StepMetrics
+from lightning_rl.testing.properties.check import Check, judge
+from lightning_rl.testing.properties.copies import CopyError, numbers_of
+from lightning_rl.testing.properties.subsample import some_groups, some_rows
 from lightning_rl.utils.arguments import check_choices, check_counts
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.seeding import fork_generators
@@ -77,6 +78,10 @@ from lightning_rl.utils.trainer import callbacks_of
 
 FOLDER = "audit"
 ROW_LOGGED = f"[Callback]{StepMetrics.__qualname__}.on_train_batch_end"
+
+
+class AuditError(RuntimeError):
+    """Raised by ``SignalAudit(mode="raise")``; the message contains all findings."""
 
 
 class SignalAudit(RLCallback):
@@ -129,7 +134,7 @@ class SignalAudit(RLCallback):
         self.mode = mode
         self._rotates = checks is None
         self.checks: tuple[Check, ...] = tuple(CHECKS[name] for name in (CHECKS if checks is None else checks))
-        self.findings: list[Finding] = []
+        self.findings: list[Finding] = []  # pyrefly: ignore[bad-override-mutable-attribute]
         self.declared: list[Finding] = []
         self.skipped: dict[str, str] = {}
         self.seconds = self._spent = self._since_last = 0.0
@@ -256,14 +261,14 @@ class SignalAudit(RLCallback):
     ) -> None:
         begin = time.perf_counter()
         if self._run is not None and not trainer.sanity_checking:
-            self._run.evaluations.note_batch()
+            self._run.note_evaluations()
         self._count(begin)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         begin = time.perf_counter()
         if self._run is not None and not trainer.sanity_checking:
-            self._run.evaluations.end()
+            self._run.evaluations.end({name: float(value) for name, value in trainer.callback_metrics.items()})
         self._count(begin)
 
     def _report(self, evidence: Evidence, begin: float, *, of_step: bool) -> None:
@@ -328,10 +333,15 @@ class _RunWatch:
         self._passes: dict[int, Tensor] = {}
         self.fields.state.active = True
         self._rates = StepRates(module, lambda: self.fields.state.idled, rates_set=bool(self.fields.state.setting))
-        self._rewards, self._replays = RewardWatch(module.rewards.by_name), ReplayWatch(module)
+        self._rewards, self._replays = RewardWatch(module.rewards.by_name), ReplayWatch()
         self._prompts, self._earlier = PromptWatch(module), list[Earlier]()
         self._resumed = list(forgotten_states(module))
-        self.evaluations = EvaluationWatch(module)
+        self.evaluations = EvaluationWatch()
+
+    def note_evaluations(self) -> None:
+        """Record the reward calls of a batch of evaluations."""
+        if self.module.parallel.ranks == 1 and not self.module.environment_factories:
+            self.evaluations.note_batch(self.module.evaluator.latest_calls)
 
     def compare_with_checkpoint(self, checkpoint: Fingerprint) -> None:
         """Compare the state before the first optimizer step with the checkpoint that was loaded."""
@@ -377,9 +387,15 @@ class _RunWatch:
         self.turn += 1
         critic = module.required_policy.value_head is not None
         facts, samples = RunFacts.of(module), samples_of_calls(self.batches, self.calls)
-        conversations = conversations_of(module, self.batches, self.rounds)
+        conversations = conversations_of(list(module.environment_factories), self.batches, self.rounds)
         draws = score_draws(
-            module, self.batches, self._number, facts.tolerance, earlier=self._earlier, part=part_of(self._place)
+            module.run.sampling,
+            partial(plain_logits, module),
+            self.batches,
+            self._number,
+            facts.tolerance,
+            earlier=self._earlier,
+            part=part_of(self._place),
         )
         outputs = policy_outputs(module, rows)
         weights, reference_scores = self._look_at_reference() if self._looks_at("reference_stays") else ((), ())
@@ -413,14 +429,16 @@ class _RunWatch:
             ),
             plain=plain_forwards(module, rows) if self._looks_at("logprob_alignment") else (),
             token_gradients=token_gradients(module, rows) if self._looks_at("token_gradients") else (),
-            written=unsampled_tokens(module, conversations, self._number),
-            words_logprob=words_logprob(module, rollout) if module.environment_factories else None,
+            written=unsampled_tokens(module.sampler.environments, conversations, self._number),
+            words_logprob=words_logprob(partial(policy_outputs, module), module.parallel.collectives, rollout)
+            if module.environment_factories
+            else None,
             judged_otherwise=judged_otherwise(conversations),
             reference_weights=weights,
             reference_scores=reference_scores,
             reference_mover=self.fields.state.reference_mover,
             replies=[*self._rewards.ask(self.calls, samples), *self.evaluations.ask()],
-            replays=self._replays.ask(conversations, self._number),
+            replays=self._replays.ask(module.sampler.environments, module.data_module, conversations, self._number),
         )
         self._own_figures = {}
         self._conversation_figures = (

@@ -7,18 +7,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_rl.audit.forwards import policy_outputs
-from lightning_rl.audit.recomputed_metrics import population
 from lightning_rl.audit.sampling_statistics import Pair, turns_of
 from lightning_rl.corrections import Stat
+from lightning_rl.distributed import Collectives
 from lightning_rl.environments import Message, ToolEnvironment
 from lightning_rl.environments.messages import REWRITTEN
 from lightning_rl.environments.outcome import DEFAULT, REWARD_COLUMNS
 from lightning_rl.environments.run_environments import Factory
 from lightning_rl.generation import Completion
-from lightning_rl.module import RLLightningModule
+from lightning_rl.policy import Outputs
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import TURNS, FinishReason, Rollout
+from lightning_rl.testing.properties.definitions import population
 
 CONVERSATION, ENVIRONMENT_REWARD = REWARD_COLUMNS
 MAX_TOKENS = 16_384  # of the rows whose environment tokens are scored; longer ones are not scored
@@ -79,24 +79,26 @@ def is_answer(message: Message) -> bool:
 
 
 def conversations_of(
-    module: RLLightningModule, batches: Sequence[Sequence[Pair]], rounds: Rounds
+    environment_names: Sequence[str], batches: Sequence[Sequence[Pair]], rounds: Rounds
 ) -> list[AuditedConversation]:
     """Return the conversations of all rounds of a rollout; empty without an environment."""
-    if not module.environment_factories:
+    if not environment_names:
         return []
     turns = turns_of(batches)
     return [
-        conversation for rows, calls in rounds for conversation in _conversations_of_round(module, turns, rows, calls)
+        conversation
+        for rows, calls in rounds
+        for conversation in _conversations_of_round(environment_names, turns, rows, calls)
     ]
 
 
 def _conversations_of_round(
-    module: RLLightningModule, turns: Mapping[int, Sequence[Pair]], rows: Rollout, calls: Sequence[RewardCall]
+    names: Sequence[str], turns: Mapping[int, Sequence[Pair]], rows: Rollout, calls: Sequence[RewardCall]
 ) -> Iterator[AuditedConversation]:
     call = next((call for call in calls if len(call.prompts) == len(rows) and CONVERSATION in call.columns), None)
     if call is None:
         return
-    names, samples, groups = list(module.environment_factories), rows.sample_ids.tolist(), rows.groups.tolist()
+    samples, groups = rows.sample_ids.tolist(), rows.groups.tolist()
     numbers = rows.token_extras[TURNS].cpu()
     for place, (sample, group, finish) in enumerate(zip(samples, groups, rows.finish.tolist(), strict=True)):
         columns = {name: values[place] for name, values in call.columns.items()}
@@ -175,7 +177,9 @@ def _has_tools_alone(factory: Factory) -> bool:
     return isinstance(factory, partial) and factory.func is ToolEnvironment
 
 
-def words_logprob(module: RLLightningModule, rollout: Rollout) -> float | None:
+def words_logprob(
+    score: Callable[[Rollout], Outputs | None], collectives: Collectives, rollout: Rollout
+) -> float | None:
     """Return the mean log-probability of environment tokens in the first row of each group, in nats. A collective.
 
     None if there are no such tokens, if the rows are too long, or if the forward cannot be repeated.
@@ -186,9 +190,9 @@ def words_logprob(module: RLLightningModule, rollout: Rollout) -> float | None:
     inside = torch.arange(rows.width, device=rows.groups.device) < rows.response_lengths[:, None]
     words = inside & ~rows.action_mask & (rows.token_extras[TURNS] >= 0)  # without rewritten contexts
     tokens = int((rows.prompt_lengths + rows.response_lengths).sum())
-    if max(module.parallel.collectives.objects(tokens)) > MAX_TOKENS:
+    if max(collectives.objects(tokens)) > MAX_TOKENS:
         return None
-    outputs = policy_outputs(module, rows.replace(valid_tokens=words, trained=rows.real))
+    outputs = score(rows.replace(valid_tokens=words, trained=rows.real))
     if outputs is None or not bool(words.any()):
         return None
     return float(outputs.logprobs[words].double().mean())

@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from lightning_rl.audit.conversation_evidence import AuditedConversation
-from lightning_rl.audit.copies import copy_apart
 from lightning_rl.audit.outside import refuse_outside
-from lightning_rl.audit.reward_repeats import same_value
-from lightning_rl.audit.subsample import calls_again, order_of
+from lightning_rl.audit.schedule import calls_again
+from lightning_rl.data import PromptDataModule
 from lightning_rl.data.row_schema import TOOLS, own_variables
 from lightning_rl.environments import Action, Environment, ObjectEnvironment, ToolEnvironment
 from lightning_rl.environments.messages import REWRITTEN, message_of
@@ -25,9 +24,11 @@ from lightning_rl.environments.parsing import truncated_parser
 from lightning_rl.environments.run_environments import Environments, environment_of
 from lightning_rl.environments.tools import schemas_of
 from lightning_rl.generation import Completion
-from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import FinishReason
 from lightning_rl.samples.seeds import environment_seed
+from lightning_rl.testing.properties.copies import copy_apart
+from lightning_rl.testing.properties.reward_rows import same_value
+from lightning_rl.testing.properties.subsample import order_of
 from lightning_rl.utils.keys import hide_secrets
 from lightning_rl.utils.mutation_guard import copy_plain
 from lightning_rl.utils.seeding import fork_generators
@@ -75,14 +76,19 @@ class Part(NamedTuple):
 class ReplayWatch:
     """Repeats conversations of a run, see :func:`calls_again`."""
 
-    def __init__(self, module: RLLightningModule) -> None:
-        self._module, self._audit = module, 0
+    def __init__(self) -> None:
+        self._audit = 0
         self._silent: dict[str, Replay] = {}
 
-    def ask(self, conversations: Sequence[AuditedConversation], number: int) -> list[Replay]:
+    def ask(
+        self,
+        environments: Environments | None,
+        data: PromptDataModule,
+        conversations: Sequence[AuditedConversation],
+        number: int,
+    ) -> list[Replay]:
         """Return one replay per environment; in audits that repeat nothing, the replays with a reason."""
         self._audit += 1
-        environments = self._module.sampler.environments
         if environments is None or not calls_again(self._audit):
             return list(self._silent.values())
         replays = list[Replay]()
@@ -96,19 +102,19 @@ class ReplayWatch:
                 number,
             )
             if chosen:
-                rows = self._rows_of(chosen)
+                rows = _rows_of(data, chosen)
                 chosen = [conversation._replace(row=row) for conversation, row in zip(chosen, rows, strict=True)]
                 replays.append(replay_of(environments, name, chosen))
                 self._silent |= {name: replays[-1]} if replays[-1].reason else {}
         return [*(replay for replay in replays if not replay.reason), *self._silent.values()]
 
-    def _rows_of(self, conversations: Sequence[AuditedConversation]) -> list[Mapping[str, Any]]:
-        """Return rows as the data holds them, or as rewards see them if the data is a stream."""
-        data = self._module.data_module
-        if data.pass_length is None:
-            return [conversation.row for conversation in conversations]
-        prompts = data.at([conversation.group for conversation in conversations])
-        return [{**prompt.columns, "prompt": prompt.content} for prompt in prompts]
+
+def _rows_of(data: PromptDataModule, conversations: Sequence[AuditedConversation]) -> list[Mapping[str, Any]]:
+    """Return rows as the data holds them, or as rewards see them if the data is a stream."""
+    if data.pass_length is None:
+        return [conversation.row for conversation in conversations]
+    prompts = data.at([conversation.group for conversation in conversations])
+    return [{**prompt.columns, "prompt": prompt.content} for prompt in prompts]
 
 
 def replay_of(environments: Environments, name: str, conversations: Sequence[AuditedConversation]) -> Replay:

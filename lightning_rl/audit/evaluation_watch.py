@@ -1,14 +1,13 @@
 """Evaluations during a fit: their rewards are called again, and their metrics recomputed from the rewards."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
 
 from lightning_rl.audit.reward_repeats import RewardReply, RewardWatch
 from lightning_rl.evaluation.questions import Questions
-from lightning_rl.module import RLLightningModule
 from lightning_rl.rewards import RewardCall
 from lightning_rl.utils.finding import Finding
 
@@ -16,10 +15,9 @@ Values = Sequence[float | None]
 
 
 class EvaluationWatch:
-    """Follows the evaluations of a run that are named in ``evaluation=``, on one rank and without environments."""
+    """Follows the evaluations of a run that are named in ``evaluation=``."""
 
-    def __init__(self, module: RLLightningModule) -> None:
-        self._module = module
+    def __init__(self) -> None:
         self._values: dict[str, tuple[Questions, dict[str, list[float | None]]]] = {}
         self._latest: dict[str, RewardCall] = {}
         self._rewards: dict[str, RewardWatch] = {}
@@ -29,11 +27,9 @@ class EvaluationWatch:
         """Forget the values of an earlier validation."""
         self._values = {}
 
-    def note_batch(self) -> None:
+    def note_batch(self, latest_calls: Iterable[tuple[Questions, Sequence[RewardCall]]]) -> None:
         """Record the reward calls of a batch."""
-        if self._module.parallel.ranks > 1 or self._module.environment_factories:
-            return
-        for questions, calls in self._module.evaluator.latest_calls:
+        for questions, calls in latest_calls:
             if questions.evaluation is None:
                 continue
             _, values = self._values.setdefault(questions.name, (questions, {}))
@@ -44,9 +40,8 @@ class EvaluationWatch:
                     self._latest[name] = call._replace(name=name)
                     self._rewards.setdefault(name, RewardWatch({name: call.function}))
 
-    def end(self) -> None:
+    def end(self, logged: Mapping[str, float]) -> None:
         """Compare the metrics of a finished validation with its rewards."""
-        logged = {name: float(value) for name, value in self._module.trainer.callback_metrics.items()}
         for questions, values in self._values.values():
             self._wrong += _wrong_figures(questions, values, logged)
 

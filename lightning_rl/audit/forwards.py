@@ -1,6 +1,6 @@
 """Forward passes of the models on a few rows, by the run's own path and by a model's plain one."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_rl.audit.copies import CopyError, copy_state
 from lightning_rl.audit.parameter_tracer import sample_entries
 from lightning_rl.audit.rates import dependencies
 from lightning_rl.audit.step_evidence import StepEvidence
@@ -20,6 +19,7 @@ from lightning_rl.policy import FrozenModel, Microbatch, Outputs, PolicyModel
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.policy.sampling_mask import from_bits
 from lightning_rl.rollout import SAMPLING_MASK, TURNS, Rollout
+from lightning_rl.testing.properties.copies import CopyError, copy_state
 
 PLAIN_ROWS, PLAIN_TOKENS, ENTRIES = 2, 48, 16
 SILENT_ROWS, SILENT = 4, 8  # rows and parameters to try if no backward pass reached a parameter
@@ -277,6 +277,16 @@ def fixed_scores(module: RLLightningModule, scorer: PolicyModel | FrozenModel) -
     with module.trainer.precision_plugin.forward_context():
         logprobs = scorer.logprobs(layout) if isinstance(scorer, FrozenModel) else scorer(layout).logprobs
     return logprobs.double().flatten().cpu()
+
+
+def plain_logits(module: RLLightningModule, token_ids: Sequence[Sequence[int]]) -> Tensor | None:
+    """Return the logits after each token, [B, T, V], by the policy's own forward; None if weights are sharded."""
+    if not forwards_plainly(module):
+        return None
+    model = module.required_policy.model
+    ids = [torch.tensor(one, device=next(model.parameters()).device) for one in token_ids]
+    with module.trainer.precision_plugin.forward_context():
+        return model(input_ids=nn.utils.rnn.pad_sequence(ids, batch_first=True), use_cache=False).logits
 
 
 def forwards_plainly(module: RLLightningModule) -> bool:

@@ -15,7 +15,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.audit.accounting import (
+from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
+from lightning_rl.data import StepIndex
+from lightning_rl.metrics import RunningStats
+from lightning_rl.module import RLLightningModule
+from lightning_rl.recording.accounting import (
     Charges,
     sampling_charges,
     sampling_stages,
@@ -23,10 +27,6 @@ from lightning_rl.audit.accounting import (
     update_charges,
     update_stages,
 )
-from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
-from lightning_rl.data import StepIndex
-from lightning_rl.metrics import RunningStats
-from lightning_rl.module import RLLightningModule
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout, concatenate
 from lightning_rl.utils.arguments import check_counts

@@ -10,17 +10,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.recomputed_metrics import (
-    merge,
-    microbatch_figures,
-    population,
-    rollout_figures,
-    step_figures,
-)
+from lightning_rl.audit.recomputed_metrics import microbatch_figures, rollout_figures, step_figures
 from lightning_rl.audit.step_evidence import StepEvidence
 from lightning_rl.corrections import Stat, StepTrace
 from lightning_rl.metrics import ends_row
 from lightning_rl.module import RLLightningModule
+from lightning_rl.testing.properties.definitions import merge, population
 
 
 class RowLogger(DummyLogger):

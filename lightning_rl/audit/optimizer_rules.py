@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_rl.audit.audit_error import rounding
 from lightning_rl.audit.parameter_tracer import ParameterTrace
+from lightning_rl.testing.properties.comparisons import rounding
 
 
 class Move(NamedTuple):

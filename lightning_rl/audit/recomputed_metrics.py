@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.audit.audit_error import rounding
-from lightning_rl.audit.copies import CopyError, copy_state
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.corrections import REWARDS, Corrections, LossView, RLCallback, Stat
 from lightning_rl.corrections.stat import StatReduction
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import GREEDY_SCORE, FinishReason, Rollout
 from lightning_rl.signal.importance_ratios import LOG_RATIO_BOUND
+from lightning_rl.testing.properties.copies import CopyError, copy_state
+from lightning_rl.testing.properties.definitions import merge, population, shaped_parts, token_parts
 
 REDUCTIONS: Mapping[str, StatReduction] = {
     "length/max": "max",
@@ -31,51 +31,6 @@ REDUCTIONS: Mapping[str, StatReduction] = {
 
 
 LIMITS = (FinishReason.LENGTH, FinishReason.TURNS)
-
-
-def population(values: Tensor, reduction: StatReduction = "mean") -> Stat:
-    """Return the statistic of numbers by its definition, in float64."""
-    exact = values.detach().double().flatten().cpu()
-    count, mean = float(len(exact)), float(exact.mean()) if len(exact) else 0.0
-    squares = float((exact - mean).square().sum())
-    maximum = float(exact.max()) if len(exact) else -math.inf
-    return Stat(torch.tensor([count, mean, squares, maximum], dtype=torch.float64), reduction)
-
-
-def merge(parts: Iterable[Mapping[str, Stat]]) -> dict[str, Stat]:
-    """Merge statistics of disjoint populations; a name may be missing in some.
-
-    Source: the definitions of count, mean and sum of squares: the squares of both parts around zero add up.
-    """
-    merged: dict[str, Stat] = {}
-    for name, stat in (item for part in parts for item in part.items()):
-        merged[name] = _join(merged[name], stat) if name in merged else Stat(stat.moments.cpu(), stat.reduction)
-    return merged
-
-
-def value_of(stat: Stat) -> float:
-    """Return the number to log by its definition; NaN for an empty population."""
-    count, mean, squares, maximum = stat.moments.tolist()
-    if not count:
-        return math.nan
-    weight = squares + count * mean**2  # sum of all squares
-    return {
-        "mean": mean,
-        "sum": count * mean,
-        "max": maximum,
-        "std": math.sqrt(squares / max(count - 1, 1)),
-        "ess": count * mean**2 / weight if mean else math.nan,
-    }[stat.reduction]
-
-
-def _join(one: Stat, other: Stat) -> Stat:
-    (n, mean, squares, high), (m, further, others, higher) = one.moments.tolist(), other.moments.tolist()
-    total = n + m
-    if not total:
-        return one
-    joint = (n * mean + m * further) / total
-    spread = squares + others + n * (mean - joint) ** 2 + m * (further - joint) ** 2
-    return Stat(torch.tensor([total, joint, spread, max(high, higher)], dtype=torch.float64), one.reduction)
 
 
 def kl_values(rows: Rollout, logprobs: Tensor) -> dict[str, Tensor]:
@@ -156,24 +111,6 @@ def _scores_of_groups(rollout: Rollout) -> Iterable[list[float]]:
     return filter(None, found.values())
 
 
-def shaped_parts(rollout: Rollout, corrections: Corrections) -> tuple[Tensor, Tensor]:
-    """Return the score of each row, [B], and the token rewards, [B, T], in float64."""
-    rewards = rollout.rewards
-    for callback in corrections.contributors("replace_reward"):
-        rewards = callback.replace_reward(rollout)
-    scores = torch.where(rollout.rewarded, rewards.double(), 0.0)
-    for callback in corrections.contributors("reward_bonus"):
-        scores = scores + callback.reward_bonus(rollout).double()
-    nothing = torch.zeros(rollout.valid_tokens.shape, dtype=torch.float64, device=scores.device)
-    return scores, sum(token_parts(rollout, corrections).values(), nothing)
-
-
-def token_parts(rollout: Rollout, corrections: Corrections) -> dict[RLCallback, Tensor]:
-    """Return the token rewards of each callback, [B, T], in float64 and 0 at other than valid tokens."""
-    giving = corrections.contributors("token_reward")
-    return {one: torch.where(rollout.valid_tokens, one.token_reward(rollout).double(), 0.0) for one in giving}
-
-
 def _reward_figures(rollout: Rollout, algorithm: Algorithm) -> dict[str, Stat]:
     """Return metrics of bonuses and token rewards; empty if one of them comes from an adaptive callback."""
     corrections, rollout = algorithm.corrections, rollout.sanitize()
@@ -238,20 +175,3 @@ def callback_figures(callbacks: Iterable[RLCallback], rollout: Rollout) -> dict[
         for callback in corrections.contributors("exclude")
     }
     return excluded | corrections.rollout_metrics(rollout)
-
-
-def is_figure(figure: float, stat: Stat, scale: float = 0.0) -> bool:
-    """Return True if a number is the value of a statistic up to rounding of its largest number or ``scale``."""
-    count, mean, squares, maximum = stat.moments.tolist()
-    truth = value_of(stat)
-    if math.isnan(truth):
-        return True
-    spread = math.sqrt(squares / count) if count else 0.0
-    size = max(abs(mean) + spread, abs(maximum) if math.isfinite(maximum) else 0.0, abs(truth), scale)
-    return abs(figure - truth) <= rounding(torch.float32, size, 256)
-
-
-def figure_of(moments: Sequence[Tensor], reduction: StatReduction) -> tuple[float, float]:
-    """Return population and value of a metric that was logged in several parts."""
-    joint = merge({"": Stat(part.cpu(), reduction)} for part in moments)[""]
-    return float(joint.moments[0]), value_of(joint)

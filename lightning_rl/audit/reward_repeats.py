@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_rl.audit.copies import copy_apart
 from lightning_rl.audit.outside import refuse_outside
-from lightning_rl.audit.subsample import calls_again
+from lightning_rl.audit.schedule import calls_again
 from lightning_rl.rewards import RewardCall, SubprocessReward
 from lightning_rl.rewards.scoring import return_alone
 from lightning_rl.rewards.values import values_of
 from lightning_rl.samples import Rows
+from lightning_rl.testing.properties.copies import copy_apart
+from lightning_rl.testing.properties.reward_rows import same_value
 from lightning_rl.utils.keys import hide_secrets
 from lightning_rl.utils.seeding import fork_generators, seed_everything
 
@@ -108,13 +109,6 @@ def ask_again(call: RewardCall, samples: Sequence[int], fresh: Any = None) -> Re
     known = [samples[row] for row in moved or few] if len(samples) == number else []
     repeats = all(same_value(everything[row], call.values[row]) for row in values)
     return RewardReply(call.name, "", moved, known, repeats, sorted(edited), remembers)
-
-
-def same_value(value: float | None, other: float | None) -> bool:
-    """Return True if two rewards are equal up to rounding."""
-    if value is None or other is None:
-        return value is other
-    return bool(torch.isclose(torch.tensor(float(value)), torch.tensor(float(other)), equal_nan=True))
 
 
 def _reason_to_skip(call: RewardCall) -> str:

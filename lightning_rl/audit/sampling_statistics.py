@@ -6,21 +6,19 @@ They are chosen by id only, before any filter, since a choice by length or rewar
 import math
 from bisect import bisect, insort
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, takewhile
 from operator import eq
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_rl.audit.forwards import forwards_plainly
-from lightning_rl.audit.subsample import order_of
 from lightning_rl.audit.token_bets import WAGERS, bet, bet_on_kinds, kinds_of, owners_of, places_of
-from lightning_rl.generation import Completion, Request
-from lightning_rl.module import RLLightningModule
+from lightning_rl.generation import Completion, Request, SamplingParams
 from lightning_rl.policy.sampling_mask import from_bits
 from lightning_rl.rollout import SAMPLING_MASK, FinishReason
+from lightning_rl.testing.properties.subsample import order_of
 
 Pair = tuple[Request, Completion]
 MIN_DRAWS, MAX_DRAWS, MAX_TOKENS = 4, 48, 48  # number of draws; scored tokens per draw
@@ -214,7 +212,8 @@ def likelihood_ratios(draws: Sequence[Draw]) -> tuple[float, ...]:
 
 @torch.no_grad()
 def score_draws(
-    module: RLLightningModule,
+    sampling: SamplingParams,
+    logits_of: Callable[[Sequence[Sequence[int]]], Tensor | None],
     batches: Sequence[Sequence[Pair]],
     number: int,
     tolerance: float,
@@ -225,8 +224,17 @@ def score_draws(
     """Return a few fresh samples, 1/``part`` of the budget, scored by the policy's own forward.
 
     Empty if weights are sharded.
+
+    Args:
+        sampling: Sampling of the run.
+        logits_of: Function from token ids to the policy's logits after each of them; None if weights are sharded.
+        batches: Requests and completions of this rollout by batch.
+        number: Number of the rollout.
+        tolerance: Mean difference in nats allowed between two computations of a log-probability.
+        earlier: Summaries of earlier audited rollouts.
+        part: Divisor of the budget.
     """
-    placed = [one for one in _places_of(batches) if _is_fresh(one[2], number, module.run.sampling.filters)]
+    placed = [one for one in _places_of(batches) if _is_fresh(one[2], number, sampling.filters)]
     placed.sort(key=lambda one: one[2][0].seed)  # random, independent of the completions
     again = sorted(range(len(placed)), key=lambda row: order_of(placed[row][1], placed[row][0]))  # as in other rollouts
     mixed = dict.fromkeys(row for pair in enumerate(again) for row in pair)
@@ -234,11 +242,11 @@ def score_draws(
     placed = placed[: affordable_draws([pair for _, _, pair in placed], part)]
     few = [pair for _, _, pair in placed]
     before = {draw.place: draw for one in earlier[-1:] for draw in one.draws}
-    if not few or not forwards_plainly(module):
+    ids = [[*request.prefix_ids, *completion.token_ids[:MAX_TOKENS]][:-1] for request, completion in few]
+    logits = logits_of(ids) if ids else None
+    if logits is None:
         return []
-    ends, draws = sorted(module.run.sampling.eos_token_ids or ()), list[Draw]()
-    with module.trainer.precision_plugin.forward_context():
-        logits = _logits(module.required_policy.model, few)
+    ends, draws = sorted(sampling.eos_token_ids or ()), list[Draw]()
     for rows in _parts_of(few, logits.shape[-1]):
         scores = _scores(logits[rows], few[rows])
         places = [(batch, place) for batch, place, _ in placed[rows]]
@@ -261,16 +269,6 @@ def _is_fresh(pair: Pair, number: int, filters: bool) -> bool:  # noqa: FBT001
     completion = pair[1]
     known = not filters or SAMPLING_MASK in completion.token_extras
     return known and set(completion.versions or (completion.version,)) == {number}
-
-
-def _logits(model: nn.Module, pairs: Sequence[Pair]) -> Tensor:
-    """Return the logits after each token of each sample but its last one."""
-    device = next(model.parameters()).device
-    ids = [
-        torch.tensor([*request.prefix_ids, *completion.token_ids[:MAX_TOKENS]][:-1], device=device)
-        for request, completion in pairs
-    ]
-    return model(input_ids=nn.utils.rnn.pad_sequence(ids, batch_first=True), use_cache=False).logits
 
 
 def _parts_of(pairs: Sequence[Pair], vocabulary: int) -> Iterator[slice]:

@@ -11,13 +11,16 @@ from typing import Any, get_args, get_type_hints
 import torch
 from torch.serialization import safe_globals
 
-from lightning_rl.audit.checks import CHECKS, run_checks
+from lightning_rl.audit.checks import CHECKS
 from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
 from lightning_rl.corrections import RLCallback
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import rebuild_rollout
+from lightning_rl.testing.properties.check import run_checks
+from lightning_rl.utils.atomic_write import write_atomically
 from lightning_rl.utils.finding import Finding
+from lightning_rl.utils.terminal import dump_visible
 
 SAVED = [spec.name for spec in fields(Evidence) if spec.name not in ("algorithm", "text")]
 
@@ -38,7 +41,7 @@ CLASSES: list[Any] = [*dict.fromkeys(one for name in SAVED for one in _classes_i
 
 
 def save(evidence: Evidence, findings: Sequence[Finding], path: Path) -> None:
-    """Write evidence and findings to a file for :func:`load`.
+    """Write evidence and findings to a file for :func:`load`, and the findings to a file for the report beside it.
 
     It contains the rollout, the checked rows with the models' outputs, the results of engine and rewards, the optimizer
     step, the state of the corrections and plain values of the run, but neither weights nor code.
@@ -52,6 +55,9 @@ def save(evidence: Evidence, findings: Sequence[Finding], path: Path) -> None:
     state["findings"] = [asdict(finding) for finding in findings]
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(state, path)
+    lines = [dump_visible({"rollout": evidence.number, **finding}) + "\n" for finding in state["findings"]]
+    name = path.stem.replace("rollout", "findings", 1) + ".jsonl"
+    write_atomically(path.with_name(name), lambda part: part.write_text("".join(lines), encoding="utf-8"))
 
 
 def load(path: Path | str) -> dict[str, Any]:

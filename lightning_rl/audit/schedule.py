@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lightning_rl.audit.checks import Check
+from lightning_rl.testing.properties.check import Check
 
 OF_TRACE = (
     *("step_rows", "first_forward", "rank_denominators", "step_gradient"),
@@ -37,6 +37,11 @@ FORMULAS = (
 def is_full(number: int) -> bool:
     """Return True if an audit, counted from 1, repeats every stage: at 1, 2, 4, 8, ..."""
     return number & (number - 1) == 0
+
+
+def calls_again(audit: int) -> bool:
+    """Return True if an audit, counted from 1, calls rewards and environments again: at 1, 2, 4, 8, 16, 32, 48, ..."""
+    return audit in (1, 2, 4, 8) or audit % 16 == 0
 
 
 def takes_turn(check: Check, number: int, every_n_rollouts: int) -> bool:

@@ -10,12 +10,12 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from lightning_rl.audit.conversation_evidence import AuditedConversation
-from lightning_rl.audit.subsample import order_of
 from lightning_rl.data.row_schema import TOOLS, own_variables
 from lightning_rl.environments import Bridge, BridgeError, Message
 from lightning_rl.environments.chat_template import MARK, SANITIZES, control_tokens, dummies
 from lightning_rl.environments.messages import REWRITTEN
-from lightning_rl.module import RLLightningModule
+from lightning_rl.environments.run_environments import Environments
+from lightning_rl.testing.properties.subsample import order_of
 
 MAX_WRITTEN = 24  # per audit
 OTHER = "another answer, of other words!"  # replaces the mark
@@ -50,10 +50,10 @@ class Written(NamedTuple):
 
 
 def unsampled_tokens(
-    module: RLLightningModule, conversations: Sequence[AuditedConversation], number: int
+    environments: Environments | None, conversations: Sequence[AuditedConversation], number: int
 ) -> list[Written]:
     """Return the tokens between the answers of a few conversations in messages, which differ between rollouts."""
-    found, environments = list[Written](), module.sampler.environments
+    found = list[Written]()
     if environments is None or environments.tokenizer is None:
         return []
     spoken = [conversation for conversation in conversations if conversation.is_over and conversation.answers]

@@ -9,12 +9,12 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_rl.audit.audit_error import bitwise_equal
 from lightning_rl.audit.overrides import STEP_HOOKS, name_of_callback, overrides
 from lightning_rl.audit.parameter_tracer import by_kind, sample_entries
 from lightning_rl.corrections import RLCallback
 from lightning_rl.module import RLLightningModule
 from lightning_rl.setup_checks import call_closure
+from lightning_rl.testing.properties.comparisons import bitwise_equal
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.trainer import is_own
 

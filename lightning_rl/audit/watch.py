@@ -10,12 +10,12 @@ from lightning.pytorch.profilers import Profiler
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.audit.audit_error import bitwise_equal, differences
 from lightning_rl.audit.user_hooks import StateWatch, hooks_by_action
-from lightning_rl.audit.value_guard import ValueGuard
 from lightning_rl.corrections.call_user import VERSIONS
 from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import Rollout
+from lightning_rl.testing.properties.comparisons import bitwise_equal, differences
+from lightning_rl.testing.properties.value_guard import ValueGuard
 from lightning_rl.utils.finding import Finding
 
 UNKNOWN = "a stage of the run, or other code that writes to it"

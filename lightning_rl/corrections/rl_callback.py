@@ -20,6 +20,7 @@ from lightning_rl.rollout import Rollout
 from lightning_rl.samples import Completion, Request, RewardCall
 from lightning_rl.signal.reductions import Reduction
 from lightning_rl.signal.reward_domain import RewardDomain
+from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.naming import CheckedNames
 
 Policy = Literal["current", "old", "rollout"]
@@ -122,6 +123,7 @@ class RLCallback(CheckedNames, Callback):
         alternative: Replacement to suggest in error messages if this correction is incompatible.
         replaces: Names of corrections with the same effect, which cannot be combined with it.
         idle_beside: Names of corrections beside which it has no effect.
+        findings: Findings about the run, which the report shows.
         compares_rows: True if its reward or bonus of a row depends on other rows.
         scales_rewards: True if its reward or bonus grows with the raw reward, so that a constant added to a group
             matters.
@@ -147,6 +149,7 @@ class RLCallback(CheckedNames, Callback):
     alternative: str | None = None
     replaces: tuple[str, ...] = ()
     idle_beside: tuple[str, ...] = ()
+    findings: Sequence[Finding] = ()
     compares_rows: bool = False
     scales_rewards: bool = False
     domain: RewardDomain | None = None

@@ -9,11 +9,11 @@ from jaxtyping import Bool, UInt8
 from torch import Tensor
 
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.audit.accounting import SCORED, Charges, signal_charges, update_charges
 from lightning_rl.corrections import ReplayCorrections
 from lightning_rl.distributed import Collectives
 from lightning_rl.distributed.threaded_ranks import ThreadedRanks
 from lightning_rl.recording import Recording, Replayed, replay
+from lightning_rl.recording.accounting import SCORED, Charges, signal_charges, update_charges
 from lightning_rl.recording.recompute import load_states
 from lightning_rl.rollout import Rollout
 

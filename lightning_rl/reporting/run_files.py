@@ -6,7 +6,7 @@
 ``report/metrics.jsonl``      metrics of :class:`~lightning_rl.reporting.RunReport`, and the error that ended the run
 ``report/run.json``           configuration of RunReport
 ``report/findings*.jsonl``    audit findings of RunReport, for each rank
-``audit/rollout-*.pt``        evidence of the audit with its findings
+``audit/findings-*.jsonl``     findings of the audit, for each rollout and rank
 ``rollout-*.json``            recordings
 ============================  =====================================================================
 """
@@ -14,7 +14,6 @@
 import csv
 import json
 import math
-import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,15 +22,12 @@ from typing import Any
 
 import yaml
 
-from lightning_rl.audit.saved import load
-
 METRICS, RUN, FINDINGS = "metrics.jsonl", "run.json", "findings"
 BEGIN = "begin"  # key of a line with the step or rollout from which later lines replace earlier ones
 END = "end"  # key of a line with the step at which an error ended the run
 STEP, EPOCH = "step", "epoch"
 FINDING = ("check", "culprit", "expected", "observed", "cure", "severity")
 UNREADABLE = (ValueError, OSError, KeyError, TypeError, AttributeError, RecursionError, csv.Error, yaml.YAMLError)
-UNREADABLE += (RuntimeError, EOFError, pickle.UnpicklingError)  # from torch.load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,10 +238,6 @@ def _read_findings(run: RunFiles, folders: Sequence[Path]) -> None:
                 else:
                     kept.append(_finding(line, line["rollout"]))
             listed += kept
-    for path in _files(folders, "rollout-*.pt"):
-        with _noting(run, path):
-            state = load(path)
-            listed += [_finding(finding, state["number"]) for finding in state["findings"]]
     unique = {json.dumps(finding, sort_keys=True): finding for finding in listed}
     run.findings = sorted(unique.values(), key=lambda finding: finding["rollout"])
 

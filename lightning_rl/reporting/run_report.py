@@ -11,8 +11,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import override
 
-from lightning_rl.audit import SignalAudit
 from lightning_rl.configuration import configuration
+from lightning_rl.corrections import RLCallback
 from lightning_rl.data import StepIndex
 from lightning_rl.module import RLLightningModule
 from lightning_rl.recording import RolloutRecorder
@@ -128,8 +128,8 @@ class RunReport(RolloutRecorder):
         """Write new findings, and on rank 0 the end of the run and the report; a full disk does not end the run."""
         keeper = _RowKeeper(self.folder, trainer.default_root_dir)
         try:
-            audits = [callback for callback in callbacks_of(trainer) if isinstance(callback, SignalAudit)]
-            findings = [finding for audit in audits for finding in audit.findings]
+            corrections = [callback for callback in callbacks_of(trainer) if isinstance(callback, RLCallback)]
+            findings = [finding for callback in corrections for finding in callback.findings]
             for finding in findings[self._reported :]:
                 keeper.append(self._findings_file(trainer), {"rollout": self._rollout, **asdict(finding)})
             self._reported = len(findings)

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, CorrectionMethod, Evidence
 from lightning_rl.corrections import CONTRIBUTIONS, MADE_AFTER, LossTerm, Stat
 from lightning_rl.rollout import TOKEN, Rollout
+from lightning_rl.testing.properties.case import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, AlgorithmCase, CorrectionMethod
 from lightning_rl.utils.finding import Finding
 
 SCALES = (0.01, 0.1, 1.0, 10.0, 100.0)  # values on both sides of any threshold
@@ -21,11 +21,11 @@ MEANINGS = {
 }
 
 
-def padding_blindness(evidence: Evidence) -> Iterator[Finding]:
+def padding_blindness(case: AlgorithmCase) -> Iterator[Finding]:
     """Check that contributions for values of any size do not change with the width of the padding."""
-    for contribution in evidence.contributions(*SHOWN_A_ROLLOUT, *SHOWN_A_VIEW):
+    for contribution in case.contributions(*SHOWN_A_ROLLOUT, *SHOWN_A_VIEW):
         for scale in SCALES:
-            rows = scale_values(_rows_for(evidence, contribution), scale)
+            rows = scale_values(_rows_for(case, contribution), scale)
             before = _tensors(contribution(rows))
             for times in WIDER:
                 wider = contribution(rows.fit_width(rows.width * (1 + times)))
@@ -40,10 +40,10 @@ def padding_blindness(evidence: Evidence) -> Iterator[Finding]:
                     return
 
 
-def declared_reads(evidence: Evidence) -> Iterator[Finding]:
+def declared_reads(case: AlgorithmCase) -> Iterator[Finding]:
     """Check that contributions do not read undeclared fields."""
-    for contribution in evidence.contributions(*SHOWN_A_ROLLOUT, *SHOWN_A_VIEW, "observe"):
-        shown = _rows_for(evidence, contribution)
+    for contribution in case.contributions(*SHOWN_A_ROLLOUT, *SHOWN_A_VIEW, "observe"):
+        shown = _rows_for(case, contribution)
         for name in _optional_fields(contribution, shown):
             problem = _loss_of(contribution, shown, name)
             if not problem:
@@ -61,11 +61,11 @@ def declared_reads(evidence: Evidence) -> Iterator[Finding]:
             return
 
 
-FURTHER: Mapping[str, Callable[[Evidence], Iterator[Finding]]] = {
+FURTHER: Mapping[str, Callable[[AlgorithmCase], Iterator[Finding]]] = {
     "declared_reads": declared_reads,
     "padding_blindness": padding_blindness,
 }
-"""Checks besides those of the audit, by the name of the property."""
+"""Checks besides :data:`~lightning_rl.testing.properties.PROPERTIES`, by the name of the property."""
 
 
 def scale_values(rows: Rollout, scale: float) -> Rollout:
@@ -89,11 +89,11 @@ def scale_values(rows: Rollout, scale: float) -> Rollout:
     return changed if entropy is None else changed.replace(entropy=entropy.abs())
 
 
-def _rows_for(evidence: Evidence, contribution: CorrectionMethod) -> Rollout:
+def _rows_for(case: AlgorithmCase, contribution: CorrectionMethod) -> Rollout:
     entropy_gradient = contribution.callback.trains_entropy
     if contribution.method in SHOWN_A_VIEW:
-        return evidence.view(entropy_gradient=entropy_gradient).sanitize()
-    return evidence.groups.sanitize()
+        return case.view(entropy_gradient=entropy_gradient).sanitize()
+    return case.groups.sanitize()
 
 
 def _optional_fields(contribution: CorrectionMethod, shown: Rollout) -> list[str]:

@@ -7,7 +7,8 @@ from hypothesis import HealthCheck, find, settings
 from hypothesis.errors import NoSuchExample
 from hypothesis.strategies import SearchStrategy
 
-from lightning_rl.audit import CHECKS, Finding
+from lightning_rl.testing.properties import PROPERTIES
+from lightning_rl.utils.finding import Finding
 
 Example = TypeVar("Example")
 EXAMPLES = 20
@@ -38,7 +39,7 @@ class PropertyError(AssertionError):
         self.property, self.finding = finding.check, finding
         lines = [
             f"{what} breaks the property {finding.check}.",
-            meaning or CHECKS[finding.check].meaning,
+            meaning or PROPERTIES[finding.check].meaning,
             f"Expected {finding.expected}, observed {finding.observed} ({finding.culprit}).",
             "The smallest batch that shows it:",
             *(f"  {line}" for line in batch),

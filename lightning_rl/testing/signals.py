@@ -1,4 +1,4 @@
-"""Property checks of advantages, losses and corrections: checks of the audit on generated batches."""
+"""Property checks of advantages, losses and corrections: checks of an algorithm on generated batches."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,22 +8,21 @@ from torch import Tensor
 
 from lightning_rl.advantages import DrGRPO, Estimator, RawReward, ReinforcePlusPlus, RowFunction, resolve_advantages
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.audit import CHECKS, Finding
-from lightning_rl.audit.checks import run_checks
-from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.facts import RunFacts
-from lightning_rl.audit.subsample import some_groups, some_rows
 from lightning_rl.corrections import TOKEN_REWARDS, Corrections, LossView, RLCallback
 from lightning_rl.corrections.recorded import ReplayCorrections
 from lightning_rl.losses import ClippedSurrogate, PolicyLoss, resolve_loss
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.reductions import token_mean
 from lightning_rl.testing.probes import FURTHER, MEANINGS
+from lightning_rl.testing.properties import PROPERTIES
+from lightning_rl.testing.properties.case import AlgorithmCase
+from lightning_rl.testing.properties.check import run_checks
+from lightning_rl.testing.properties.subsample import some_groups, some_rows
 from lightning_rl.testing.random_batches import Row, batches, rollout_of_rows
 from lightning_rl.testing.shrinking import PropertyError, smallest
+from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.naming import name_of
 
-FACTS = RunFacts(tolerance=1e-6)
 PLAIN = Algorithm(
     loss=ClippedSurrogate(), advantages=RawReward(), reduction=token_mean, corrections=ReplayCorrections()
 )
@@ -118,14 +117,14 @@ def _check(what: str, algorithm: Algorithm, names: Sequence[str]) -> None:
     def look(example: tuple[tuple[Row, ...], int], wanted: str | None) -> list[Finding]:
         rollout = _add_fields_of(rollout_of_rows(*example), algorithm.corrections.callbacks)
         groups = some_groups(rollout, 0)
-        evidence = Evidence(algorithm=algorithm, facts=FACTS, rollout=rollout, groups=groups, rows=some_rows(groups, 0))
+        case = AlgorithmCase(algorithm=algorithm, rollout=rollout, groups=groups, rows=some_rows(groups, 0))
         for name in names if wanted is None else [wanted]:
             if name == "advantage_support":
                 try:
-                    evidence = replace(evidence, rollout=evidence.signal(rollout)[0])
+                    case = replace(case, rollout=case.signal(rollout)[0])
                 except ValueError:  # reported by masked_values and excluded_rows
                     continue
-            findings = list(FURTHER[name](evidence)) if name in FURTHER else run_checks([CHECKS[name]], evidence)
+            findings = list(FURTHER[name](case)) if name in FURTHER else run_checks([PROPERTIES[name]], case)
             if findings:
                 return findings
         return []

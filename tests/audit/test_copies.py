@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_rl import LossTerm, LossView, RLCallback, Rollout, Stat
 from lightning_rl.advantages import DrGRPO
 from lightning_rl.audit import SignalAudit
-from lightning_rl.audit.copies import CopyError, copy_state
+from lightning_rl.testing.properties.copies import CopyError, copy_state
 from lightning_rl.utils.seeding import fork_generators
 
 CALLS = [0]

@@ -10,9 +10,9 @@ from lightning_rl import RLCallback
 from lightning_rl.audit import CHECKS
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.facts import RunFacts
-from lightning_rl.audit.subsample import some_rows
 from lightning_rl.callbacks import LinearLengthPenalty, PositiveNLL, StopProperly
 from lightning_rl.corrections import Corrections
+from lightning_rl.testing.properties.subsample import some_rows
 
 
 def evidence_with(callback: RLCallback, *, truncated: bool = True) -> Evidence:

@@ -27,11 +27,11 @@ from torch.optim import AdamW
 
 from lightning_rl import GRPO, FinishReason, RLCallback, Rollout
 from lightning_rl.audit import SignalAudit, SignalLedger
-from lightning_rl.audit.accounting import sampling_stages, update_stages
 from lightning_rl.callbacks import OPSM, DynamicSampling, IcePop, NoEOSMask, TruncatedIS
 from lightning_rl.corrections import Corrections
 from lightning_rl.corrections.stat import merge_moments
 from lightning_rl.distributed.threaded_ranks import ThreadedRanks
+from lightning_rl.recording.accounting import sampling_stages, update_stages
 from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
 from lightning_rl.signal.masked import local_sum
 

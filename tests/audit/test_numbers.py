@@ -8,7 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl import LossView, RLCallback
-from lightning_rl.audit.copies import numbers_of
+from lightning_rl.testing.properties.copies import numbers_of
 
 
 class Adapted(RLCallback):

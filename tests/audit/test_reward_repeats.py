@@ -15,9 +15,9 @@ from kit.evidence import evidence_of
 from typing_extensions import override
 
 from lightning_rl.audit import CHECKS
-from lightning_rl.audit.copies import copy_state
 from lightning_rl.audit.reward_repeats import RewardReply, RewardWatch, ask_again
 from lightning_rl.rewards import RewardCall, SubprocessReward
+from lightning_rl.testing.properties.copies import copy_state
 
 IDS = [[1], [2, 3], [4, 5, 6], [7, 8, 9, 1], [1, 2, 3, 4, 5], [2, 2]]
 NAMES = ["a", "a", "b", "b", "c", "c"]

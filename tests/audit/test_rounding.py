@@ -12,15 +12,16 @@ from typing_extensions import override
 
 from lightning_rl.advantages.estimator import RowEstimator
 from lightning_rl.audit import CHECKS
-from lightning_rl.audit.audit_error import differences, rounding
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.facts import RunFacts
-from lightning_rl.audit.recomputed_metrics import kl_values, population
+from lightning_rl.audit.recomputed_metrics import kl_values
 from lightning_rl.audit.step_evidence import StepEvidence
-from lightning_rl.audit.subsample import some_rows
 from lightning_rl.corrections import Stat
 from lightning_rl.policy import Outputs
 from lightning_rl.signal.kl import k3
+from lightning_rl.testing.properties.comparisons import differences, rounding
+from lightning_rl.testing.properties.definitions import population
+from lightning_rl.testing.properties.subsample import some_rows
 
 SIGNAL = ("reward_shift", "row_order", "group_isolation", "excluded_rows", "masked_values", "reward_conservation")
 SIGNAL += ("advantage_direction",)

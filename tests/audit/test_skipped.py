@@ -10,11 +10,11 @@ from kit.support import an_algorithm, fit, ragged_rollout, tiny_module, tiny_pol
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl.audit import CHECKS, SignalAudit
-from lightning_rl.audit.checks import judge
 from lightning_rl.audit.checks.logprob_checks import NO_POLICY
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.facts import RunFacts
-from lightning_rl.audit.subsample import some_rows
+from lightning_rl.testing.properties.check import judge
+from lightning_rl.testing.properties.subsample import some_rows
 
 
 def evidence_of(**changes: Any) -> Evidence:

@@ -10,10 +10,10 @@ from kit.chats import CLOSE, chat_tokenizer
 from kit.evidence import evidence_of
 
 from lightning_rl.audit import CHECKS, turn_boundaries
-from lightning_rl.audit.subsample import order_of
 from lightning_rl.audit.turn_boundaries import Written, behind_an_answer
 from lightning_rl.environments import Bridge, Message
 from lightning_rl.environments.chat_template import SANITIZES, control_tokens
+from lightning_rl.testing.properties.subsample import order_of
 
 SAID: dict[str, list[Message]] = {
     "user": [{"role": "user", "content": "hello world"}],

@@ -18,7 +18,6 @@ from lightning_rl import GRPO, LossView, Rollout, Stat
 from lightning_rl.advantages.estimator import Advantages, RewardSignal
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.audit import SignalAudit, SignalLedger
-from lightning_rl.audit.value_guard import Seal, ValueGuard
 from lightning_rl.corrections import Corrections, LossTerm, RLCallback
 from lightning_rl.corrections.trace import StepTrace
 from lightning_rl.losses import ClippedSurrogate
@@ -28,6 +27,7 @@ from lightning_rl.reporting import SampleTable
 from lightning_rl.rollouts.estimate_signal import estimate_signal
 from lightning_rl.signal.masked import local_sum
 from lightning_rl.signal.reductions import Reduction
+from lightning_rl.testing.properties.value_guard import Seal, ValueGuard
 from lightning_rl.update import StepWeights, accumulate_gradient, from_table
 from lightning_rl.utils.mutation_guard import EditError
 

@@ -395,7 +395,6 @@ def test_a_table_that_cannot_be_read_is_named_with_what_is_wrong(tmp_path: Path,
         ("run.json", b"\xff", "can't decode byte 0xff"),
         ("findings.jsonl", b'{"check": "seeds"}\n', "expected an entry 'rollout'"),
         ("rollout-000003.json", b"{}", "expected rollout-000003.safetensors beside it"),
-        ("rollout-000003.pt", b"PK", "torch.save"),
     ],
 )
 def test_each_file_that_cannot_be_read_is_named_in_the_report(

@@ -13,9 +13,9 @@ from kit.support import fit, tiny_module, tiny_tokenizer
 from transformers import TrainerState
 
 from lightning_rl import PromptDataModule
-from lightning_rl.audit.checks.reward_checks import rows_valued_otherwise
 from lightning_rl.rewards import ExactMatch, Rewards, Scores, SubprocessReward
 from lightning_rl.rewards.scoring import may_read
+from lightning_rl.testing.properties.reward_rows import rows_valued_otherwise
 
 CHAT = [{"role": "user", "content": "a b"}]
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_rl import FinishReason
 from lightning_rl.environments import Action, Environment, Message, StepResult, TokenStep, ToolEnvironment
 from lightning_rl.testing import PropertyError, check_environment
-from lightning_rl.testing.check_environment import MEANINGS
+from lightning_rl.testing.environments import MEANINGS
 
 STATE = random.Random(0).getstate()
 

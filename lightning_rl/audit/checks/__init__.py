@@ -1,31 +1,38 @@
 """The checks of the audit, one file for each part of the signal."""
 
 from lightning_rl.audit.checks import (
-    contribution_checks,
     conversation_checks,
     correction_checks,
     definition_checks,
     draw_checks,
-    formula_checks,
-    hyperparameter_checks,
+    evaluation_checks,
     logprob_checks,
-    loss_checks,
-    loss_term_checks,
-    metric_checks,
     parent_checks,
-    ratio_checks,
     return_checks,
     reward_checks,
     sampling_checks,
-    signal_checks,
     stage_checks,
     step_checks,
 )
-from lightning_rl.audit.checks.check import Check, Verdict, check, judge, run_checks
+from lightning_rl.audit.evidence import Evidence
+from lightning_rl.testing.properties import (
+    contribution_checks,
+    formula_checks,
+    hyperparameter_checks,
+    loss_checks,
+    loss_term_checks,
+    metric_checks,
+    ratio_checks,
+    signal_checks,
+)
+from lightning_rl.testing.properties.check import Check, checks_in
 
-GENERATED = (sampling_checks, draw_checks, conversation_checks, reward_checks, stage_checks)
-MODULES = (
-    *GENERATED,
+CHECKS: dict[str, Check[Evidence]] = checks_in(
+    sampling_checks,
+    draw_checks,
+    conversation_checks,
+    reward_checks,
+    stage_checks,
     logprob_checks,
     signal_checks,
     definition_checks,
@@ -39,9 +46,9 @@ MODULES = (
     hyperparameter_checks,
     parent_checks,
     metric_checks,
+    evaluation_checks,
     step_checks,
 )
-CHECKS = {value.name: value for module in MODULES for value in vars(module).values() if isinstance(value, Check)}
 """All checks by name, in the order of the stages of a rollout."""
 
-__all__ = ["CHECKS", "Check", "Verdict", "check", "judge", "run_checks"]
+__all__ = ["CHECKS"]

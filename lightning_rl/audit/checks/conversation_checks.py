@@ -8,18 +8,18 @@ from math import isclose
 import torch
 from torch import Tensor
 
-from lightning_rl.audit.audit_error import Skip, differences
-from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.checks.reward_checks import samples_of_calls
-from lightning_rl.audit.checks.signal_checks import signal_rounding
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.facts import RunFacts
-from lightning_rl.audit.recomputed_metrics import figure_of
 from lightning_rl.audit.sampling_statistics import Pair
 from lightning_rl.corrections import REWARDS
 from lightning_rl.environments.outcome import REWARD_COLUMNS
 from lightning_rl.generation import request_seed, turn_seed
 from lightning_rl.rollout import TOKEN, TURN_REWARDS, TURNS
+from lightning_rl.testing.properties.check import check
+from lightning_rl.testing.properties.comparisons import Skip, differences
+from lightning_rl.testing.properties.definitions import figure_of
+from lightning_rl.testing.properties.signal_checks import signal_rounding
 from lightning_rl.utils.finding import Finding
 
 ENVIRONMENT_REWARD = REWARD_COLUMNS[1]

@@ -7,11 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rl.audit.audit_error import NO_ROWS, Skip
-from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.checks.formula_checks import uniform_view
-from lightning_rl.audit.checks.loss_term_checks import KL
-from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, Evidence
+from lightning_rl.audit.evidence import Evidence
 from lightning_rl.callbacks import (
     OPSM,
     AdaptiveKL,
@@ -28,6 +24,11 @@ from lightning_rl.callbacks import (
 )
 from lightning_rl.rollout import FinishReason, Rollout
 from lightning_rl.signal.kl import KL_ESTIMATORS
+from lightning_rl.testing.properties.case import SHOWN_A_ROLLOUT
+from lightning_rl.testing.properties.check import check
+from lightning_rl.testing.properties.comparisons import NO_ROWS, Skip
+from lightning_rl.testing.properties.formula_checks import uniform_view
+from lightning_rl.testing.properties.loss_term_checks import KL
 from lightning_rl.utils.finding import Finding
 
 Formula = Callable[[Any, Any], Tensor | None]

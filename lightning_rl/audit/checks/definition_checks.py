@@ -26,10 +26,10 @@ from lightning_rl.advantages import (
     RewardSignal,
     RowEstimator,
 )
-from lightning_rl.audit.audit_error import Skip, differences
-from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.distributed.threaded_ranks import ThreadedRanks
+from lightning_rl.testing.properties.check import check
+from lightning_rl.testing.properties.comparisons import Skip, differences
 from lightning_rl.utils.finding import Finding
 
 PROMPTS, WIDTH, SIZE = 6, 4, 4

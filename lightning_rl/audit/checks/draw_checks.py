@@ -7,8 +7,6 @@ Each check bounds the probability of its observation under a correct engine, and
 import math
 from collections.abc import Iterator, Mapping
 
-from lightning_rl.audit.audit_error import MIXED_UP, Skip
-from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.sampling_statistics import (
     LEAST_TOKENS,
@@ -22,6 +20,8 @@ from lightning_rl.audit.sampling_statistics import (
 )
 from lightning_rl.audit.token_bets import WAGERS
 from lightning_rl.rollout import TURNS
+from lightning_rl.testing.properties.check import check
+from lightning_rl.testing.properties.comparisons import MIXED_UP, Skip
 from lightning_rl.utils.finding import Finding
 
 CHANCE = 1e-9  # of a false alarm in each check

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightning_rl.audit.audit_error import MIXED_UP, NO_ROWS, Skip
-from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
+from lightning_rl.testing.properties.check import check
+from lightning_rl.testing.properties.comparisons import MIXED_UP, NO_ROWS, Skip
 from lightning_rl.utils.finding import Finding
 
 NO_POLICY = "there is no policy, or a callback's forward_context cannot be repeated"

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.callbacks import AdaptiveKL, EntropyBonus, NoEOSMask, OverlongPenalty
 from lightning_rl.corrections import RLCallback
 from lightning_rl.rollout import PROMPT, FinishReason, Rollout
+from lightning_rl.testing.properties.check import check
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.trainer import is_own
 

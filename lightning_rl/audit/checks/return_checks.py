@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from lightning_rl.advantages import GAE, Estimator, GAEOverTurns, LengthAdaptive, ReinforcePlusPlus, TraceDecay
-from lightning_rl.audit.audit_error import Skip, differences, rounding
-from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.rollout import TURNS
+from lightning_rl.testing.properties.check import check
+from lightning_rl.testing.properties.comparisons import Skip, differences, rounding
 from lightning_rl.utils.finding import Finding
 
 ESTIMATOR = "estimator {estimator}"

@@ -5,17 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import isclose, nan
 from typing import Any
 
-from lightning_rl.audit.audit_error import Skip
-from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.reward_repeats import same_value
 from lightning_rl.audit.sampling_statistics import turns_of
 from lightning_rl.corrections.rl_callback import ROW_REWARDS
 from lightning_rl.generation import Completion, Request
 from lightning_rl.rewards import RewardCall
-from lightning_rl.rewards.scoring import return_alone
-from lightning_rl.rewards.values import values_of
 from lightning_rl.rollout import GREEDY_SCORE, TURNS
+from lightning_rl.testing.properties.check import check
+from lightning_rl.testing.properties.comparisons import Skip
 from lightning_rl.utils.finding import Finding
 
 MAX_ROWS = 8
@@ -228,14 +225,3 @@ def _place_of(
             if first >= 0 and (batch, first) >= begin and answers[first : first + len(asked)] == asked:
                 return batch, first
     return None
-
-
-def rows_valued_otherwise(call: RewardCall, rows: Sequence[int]) -> list[int]:
-    """Return the rows whose values differ when the function is called with ``rows`` only, in that order."""
-    if call.function is None:
-        return []
-    try:
-        values = values_of(return_alone(call.name, call.function, call.rows.select(rows).copy()), len(rows))
-    except (Exception, SystemExit):  # noqa: BLE001  user code
-        values = [nan] * len(rows)
-    return [row for row, value in zip(rows, values, strict=True) if not same_value(value, call.values[row])]

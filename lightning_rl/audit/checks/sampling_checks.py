@@ -8,12 +8,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_rl.audit.audit_error import differences
-from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.checks.stage_checks import repeats_itself
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.sampling_statistics import Pair
 from lightning_rl.rollout import TURNS, FinishReason, Rollout
+from lightning_rl.testing.properties.check import check
+from lightning_rl.testing.properties.comparisons import differences
+from lightning_rl.testing.properties.row_changes import repeats_itself
 from lightning_rl.utils.finding import Finding
 
 GENERATE = "stage generate"

@@ -5,14 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_rl.audit.audit_error import Skip, differences, rounding
-from lightning_rl.audit.checks.check import check
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.optimizer_rules import Move, moves_by_rule
 from lightning_rl.audit.parameter_tracer import ParameterTrace
-from lightning_rl.audit.recomputed_metrics import figure_of, is_figure
 from lightning_rl.audit.step_evidence import StepEvidence
 from lightning_rl.corrections import Stat
+from lightning_rl.testing.properties.check import check
+from lightning_rl.testing.properties.comparisons import Skip, differences, rounding
+from lightning_rl.testing.properties.definitions import figure_of, is_figure
 from lightning_rl.utils.finding import Finding
 
 UNSEEN = "no optimizer step was traced: it had no valid token, its gradient was not finite, or a scaler is used"

@@ -49,11 +49,11 @@ from lightning_rl.environments.run_environments import Environments
 from lightning_rl.generation import Request
 from lightning_rl.rollouts.sample import Sampler
 
-DRAW = "draw|conversation|turn"
-ASKED = "draw|conversation|turn|request|prefix"
-BETWEEN = "draw|conversation|turn|bridge|template"
+DRAW = "generate|conversation|turn"
+ASKED = "generate|conversation|turn|request|prefix"
+BETWEEN = "generate|conversation|turn|bridge|template"
 CALLS = "tool|ToolEnvironment|conversation|turn|call"
-SEEDS = "seed|draw|conversation|turn"
+SEEDS = "seed|generate|conversation|turn"
 
 
 # Environments of a user.
@@ -254,18 +254,18 @@ FAULTS: tuple[Fault, ...] = (
     said("rewards of turns before the last dropped", "_end", talks.last_reward_alone, f"{DRAW}|reward"),
     chat(
         "a reward that judges a whole row",
-        "reward|answer|completion|draw",
+        "reward|answer|completion|generate",
         options={"rewards": last_answer},
         patches=[after(Sampler, "answers", talks.whole_rows)],
     ),
     chat(
         "what the environment gave the row above",
-        "reward|draw",
+        "reward|generate",
         patches=[after(lightning_rl.rollouts.sample, "reward_columns", talks.rewards_of_the_row_above)],
     ),
     chat(
         "conversations that rewards see without their last message",
-        "conversation|reward|draw",
+        "conversation|reward|generate",
         options={"rewards": said_by_policy},
         patches=[after(lightning_rl.rollouts.sample, "reward_columns", talks.without_last_message)],
     ),

@@ -59,7 +59,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "the same prompts on both ranks",
-        "prompt|distribute|draw|data|sampl",
+        "prompt|distribute|generate|data|sampl",
         options=SLOW,
         patches=[after(lightning_rl.rollouts.generator, "distribute_prompts", same_hand)],
         ranks=2,

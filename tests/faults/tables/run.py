@@ -6,11 +6,11 @@ from unittest.mock import patch
 import torch
 
 import lightning_rl.algorithm
-import lightning_rl.audit.evidence
 import lightning_rl.module
 import lightning_rl.policy.attention
 import lightning_rl.rollout
 import lightning_rl.rollouts.estimate_signal
+import lightning_rl.testing.properties.case
 import lightning_rl.update
 from faults import parts, patches
 from faults.fault import PPO, SMALL, STEPS, Fault, correction, engine, rows, user
@@ -160,7 +160,7 @@ FAULTS: tuple[Fault, ...] = (
         "estimator",
         check="row_order",
         patches=[
-            after(lightning_rl.audit.evidence, "estimate_advantages", patches.other_rows),
+            after(lightning_rl.testing.properties.case, "estimate_advantages", patches.other_rows),
             after(lightning_rl.rollouts.estimate_signal, "estimate_advantages", patches.other_rows),
         ],
     ),

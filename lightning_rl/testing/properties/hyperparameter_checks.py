@@ -10,11 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, CorrectionMethod, Evidence, pattern_of
 from lightning_rl.corrections import LossView, RLCallback
 from lightning_rl.corrections.rl_callback import CONTRIBUTIONS
 from lightning_rl.rollout import TOKEN, FinishReason, Rollout, RolloutT
+from lightning_rl.testing.properties.case import (
+    SHOWN_A_ROLLOUT,
+    SHOWN_A_VIEW,
+    AlgorithmCase,
+    CorrectionMethod,
+    pattern_of,
+)
+from lightning_rl.testing.properties.check import check
 from lightning_rl.utils.finding import Finding
 
 DRIFTS = (0.5, 3.0, -3.0, -0.5, 0.02)
@@ -25,22 +31,22 @@ Measure = Callable[[Any, Any], list[Tensor]]
 
 
 @check(observed="the same result for every value", cure="use it in the formula, or remove it")
-def knob_liveness(evidence: Evidence) -> Iterator[Finding]:
+def knob_liveness(case: AlgorithmCase) -> Iterator[Finding]:
     """Every number passed to the constructor of the loss, the estimator or a correction changes some result."""
-    algorithm, rows = evidence.algorithm, evidence.rows
+    algorithm, rows = case.algorithm, case.rows
     if len(rows) < MIN_TOKENS or int(rows.valid_tokens.sum(-1).max()) < MIN_TOKENS:
         return
 
     def losses(loss: Any, view: LossView) -> list[Tensor]:
         return [torch.where(view.valid_tokens, loss(view), 0.0).detach()]
 
-    views, groups = list(_views(evidence)), evidence.groups.sanitize()
+    views, groups = list(_views(case)), case.groups.sanitize()
     noise = 3.7 * torch.sin(1.0 + groups.sample_ids).to(groups.rewards.dtype)
     ends = torch.where(groups.sample_ids % 2 == 0, FinishReason.LENGTH, groups.finish).to(groups.finish.dtype)
     rewarded = groups.trained & groups.valid_tokens.any(-1)  # reward all rows and truncate some
     groups = groups.replace(rewards=groups.rewards.nan_to_num() + noise, rewarded=rewarded, finish=ends)
     groups = _variation(groups, 1.0)  # different rewards and policies
-    dead = [("estimator {estimator}", name) for name in _dead_in_estimator(evidence, groups)]
+    dead = [("estimator {estimator}", name) for name in _dead_in_estimator(case, groups)]
     if not algorithm.loss.prepares:
         dead = [("loss {loss}", name) for name in _dead_knobs(algorithm.loss, losses, views)] + dead
     for callback in algorithm.corrections.callbacks:
@@ -49,7 +55,7 @@ def knob_liveness(evidence: Evidence) -> Iterator[Finding]:
             dead += [(f"callback {callback.name}", name) for name in names]
     for culprit, name in dead:
         yield Finding(
-            culprit=culprit.format(**evidence.names),
+            culprit=culprit.format(**case.names),
             expected=f"{name} to change something",
             cure=f"use self.{name} in the formula, or remove it",
         )
@@ -107,11 +113,11 @@ def _contributions(callback: RLCallback, rows: Rollout) -> list[Tensor]:
     return [tensors[name].double() for name in sorted(tensors)]
 
 
-def _views(evidence: Evidence) -> Iterator[LossView]:
+def _views(case: AlgorithmCase) -> Iterator[LossView]:
     """Yield views with different policies and alternating good and bad rows."""
-    rows = torch.arange(len(evidence.rows), device=evidence.rows.groups.device)
+    rows = torch.arange(len(case.rows), device=case.rows.groups.device)
     for drift in DRIFTS:
-        view = evidence.view(drift=drift).sanitize()
+        view = case.view(drift=drift).sanitize()
         good = torch.where(rows % 2 == 0, drift, -drift).sign()[:, None]
         advantages = (good * (1.5 + pattern_of(view))).to(view.logprobs.dtype)
         shifted = view.logprobs.detach() + (drift * torch.cos(2.0 * (rows // 2)))[:, None].to(view.logprobs.dtype)
@@ -136,7 +142,7 @@ def _variation(rollout: RolloutT, drift: float) -> RolloutT:
     return rollout.map(move)
 
 
-def _dead_in_estimator(evidence: Evidence, witness: Rollout) -> list[str]:
+def _dead_in_estimator(case: AlgorithmCase, witness: Rollout) -> list[str]:
     rewarded = witness.rewarded & witness.valid_tokens.any(-1)
     sizes = torch.unique(witness.groups[rewarded], return_counts=True)[1]
     longest = [sizes.max(), witness.valid_tokens[rewarded].sum(-1).max()] if len(sizes) else [0]
@@ -144,8 +150,8 @@ def _dead_in_estimator(evidence: Evidence, witness: Rollout) -> list[str]:
         return []
 
     def measure(estimator: Any, rollout: Rollout) -> list[Tensor]:
-        other = replace(evidence, algorithm=evidence.algorithm.replace(advantages=estimator))
+        other = replace(case, algorithm=case.algorithm.replace(advantages=estimator))
         signalled = other.signal(rollout)[0]
         return [signalled.require("advantages"), *([] if signalled.returns is None else [signalled.returns])]
 
-    return _dead_knobs(evidence.algorithm.advantages, measure, [witness])
+    return _dead_knobs(case.algorithm.advantages, measure, [witness])

@@ -1,4 +1,4 @@
-"""Error of the audit, reasons of skipped checks, the tolerance of rounding, and comparisons of tensors."""
+"""Reasons of skipped checks, the tolerance of rounding, and comparisons of tensors."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,10 +12,6 @@ from lightning_rl.utils.finding import Finding
 ScaleT = TypeVar("ScaleT", float, Tensor)
 NO_ROWS = "no checked row trains"
 MIXED_UP = "completions do not belong to their requests, see trained_tokens"
-
-
-class AuditError(RuntimeError):
-    """Raised by ``SignalAudit(mode="raise")``; the message contains all findings."""
 
 
 @dataclass(frozen=True, slots=True)

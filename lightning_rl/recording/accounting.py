@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from lightning_rl.audit.audit_error import gradient_of
 from lightning_rl.corrections import POLICY_LOSS_FACTORS, Corrections, LossView
 from lightning_rl.losses import PolicyLoss
 from lightning_rl.rollout import Rollout
+from lightning_rl.testing.properties.comparisons import gradient_of
 
 SCORED = "ledger/scored"
 

@@ -1,16 +1,14 @@
 """Checks of metrics of corrections: populations before rejection, effective sample sizes."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.checks.signal_checks import POISON_TEXT, poison
-from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.recomputed_metrics import is_figure, merge
 from lightning_rl.corrections import LossView, RLCallback, Stat
-from lightning_rl.evaluation.tally import COLUMNS, Tally
+from lightning_rl.testing.properties.case import AlgorithmCase
+from lightning_rl.testing.properties.check import check
+from lightning_rl.testing.properties.definitions import is_figure, merge
+from lightning_rl.testing.properties.signal_checks import POISON_TEXT, poison
 from lightning_rl.utils.finding import Finding
 
 MIN_ESS = 0.02
@@ -19,17 +17,17 @@ FEW_TOKENS, ALONE = 8, 1.5  # for few tokens the effective number counts, not th
 
 
 @check(cure="Stat.of(values, view.valid_tokens), neither a mask narrowed by the correction nor a precomputed mean")
-def metric_populations(evidence: Evidence) -> Iterator[Finding]:
+def metric_populations(case: AlgorithmCase) -> Iterator[Finding]:
     """Metrics of corrections cover the tokens before rejection and no masked values; custom subsets are allowed.
 
     Merged over microbatches, metrics of corrections and loss do not depend on the partition or order of rows.
     """
-    yield from _moving_with_cuts(evidence)
-    view, poisoned_view = evidence.view().sanitize(), evidence.view(poison(evidence.rows))
+    yield from _moving_with_cuts(case)
+    view, poisoned_view = case.view().sanitize(), case.view(poison(case.rows))
     whole = {int(mask.sum()) for mask in (view.valid_tokens, view.trained, view.real)}
-    for contribution in evidence.contributions("metrics"):
+    for contribution in case.contributions("metrics"):
         plain, others = ({name: stat.moments for name, stat in contribution(v).items()} for v in (view, poisoned_view))
-        kept = _sizes_after_masks(contribution.callback, evidence, view)
+        kept = _sizes_after_masks(contribution.callback, case, view)
         problems = [
             (name, f"a population of {count}")
             for name, count in ((name, int(moments[0])) for name, moments in plain.items())
@@ -46,39 +44,22 @@ def metric_populations(evidence: Evidence) -> Iterator[Finding]:
             return
 
 
-@check(expected="the share of solved draws among all draws of k samples", cure="1 - C(n - c, k) / C(n, k)")
-def evaluation_figures(evidence: Evidence) -> Iterator[Finding]:
-    """``pass@k`` of an evaluation is its unbiased estimator, for every number of solved samples."""
-    for name, samples, pass_at in evidence.facts.evaluations:
-        tally, numbers = Tally(samples + 1, ()), range(samples + 1)
-        rows = [[samples, samples, 0, samples, solved, *[0] * (len(COLUMNS) - 5)] for solved in numbers]
-        tally.update(torch.arange(samples + 1), torch.tensor(rows, dtype=torch.float64))
-        figures = tally.figures(pass_at=pass_at, samples=samples, votes=False)
-        for k in pass_at:
-            exact = 1 - sum(math.comb(samples - solved, k) for solved in numbers) / math.comb(samples, k) / (
-                samples + 1
-            )
-            if not math.isclose(figures[f"pass@{k}"], exact, rel_tol=1e-9):
-                observed = f"{figures[f'pass@{k}']:.4g} instead of {exact:.4g} on average over all numbers"
-                yield Finding(culprit=f"pass@{k} of evaluation {name}", observed=observed)
-
-
-def _moving_with_cuts(evidence: Evidence) -> Iterator[Finding]:
+def _moving_with_cuts(case: AlgorithmCase) -> Iterator[Finding]:
     """Yield a finding for metrics that depend on the partition into microbatches or on the order of rows."""
-    view = evidence.prepare(evidence.view().sanitize())
+    view = case.prepare(case.view().sanitize())
     rows = range(len(view))
     single = [[row] for row in rows[:ALONE_ROWS]]
     cuts = [[*single, list(rows[ALONE_ROWS:])], [list(reversed(rows))]] if len(rows) > 1 else []
-    for culprit, measure in _measures(evidence):
+    for culprit, measure in _measures(case):
         whole = measure(view)
         for name, (cut, stat) in _first_changes(measure, view, whole, cuts).items():
             expected = f"{name} = {whole[name].value():.6g}, for every partition into microbatches"
             partition = "with single rows" if len(cut) > 1 else "in the reverse order"
             yield Finding(culprit=culprit, expected=expected, observed=f"{stat.value():.6g} {partition}")
             return
-    groups = evidence.groups
+    groups = case.groups
     turned = groups.select(torch.arange(len(groups) - 1, -1, -1, device=groups.groups.device))
-    for contribution in evidence.contributions("rollout_metrics"):
+    for contribution in case.contributions("rollout_metrics"):
         whole, others = contribution(groups), contribution(turned)
         for name in [name for name, stat in whole.items() if name not in others or not _alike(stat, others[name])][:1]:
             yield Finding(culprit=str(contribution), expected=f"{name} independent of the order of rows")
@@ -87,11 +68,11 @@ def _moving_with_cuts(evidence: Evidence) -> Iterator[Finding]:
 Measure = Callable[[LossView], Mapping[str, Stat]]
 
 
-def _measures(evidence: Evidence) -> Iterator[tuple[str, Measure]]:
+def _measures(case: AlgorithmCase) -> Iterator[tuple[str, Measure]]:
     """Yield the functions that measure a microbatch, with their culprits."""
-    for contribution in evidence.contributions("metrics"):
+    for contribution in case.contributions("metrics"):
         yield str(contribution), contribution
-    yield f"loss {evidence.names['loss']}", evidence.algorithm.loss.metrics
+    yield f"loss {case.names['loss']}", case.algorithm.loss.metrics
 
 
 def _first_changes(
@@ -117,10 +98,10 @@ def _alike(one: Stat, other: Stat) -> bool:
     return is_figure(other.value(), Stat(one.moments.cpu(), one.reduction))
 
 
-def _sizes_after_masks(callback: RLCallback, evidence: Evidence, view: LossView) -> set[int]:
+def _sizes_after_masks(callback: RLCallback, case: AlgorithmCase, view: LossView) -> set[int]:
     """Return the number of tokens and rows that each mask of a callback keeps."""
     numbers = set[int]()
-    for contribution in evidence.contributions("sequence_mask", "token_mask"):
+    for contribution in case.contributions("sequence_mask", "token_mask"):
         if contribution.callback is callback:
             mask = contribution(view)
             rows = mask if mask.dim() == 1 else (mask & view.valid_tokens).any(-1)
@@ -132,10 +113,10 @@ def _sizes_after_masks(callback: RLCallback, evidence: Evidence, view: LossView)
 @check(
     cure="bound the weights, or find out why engine and trainer differ",
 )
-def weights_keep_samples(evidence: Evidence) -> Iterator[Finding]:
+def weights_keep_samples(case: AlgorithmCase) -> Iterator[Finding]:
     """Weights are not negative and leave a sufficient effective share of tokens; importance weights do not collapse."""
-    view = evidence.view(drift=0.0).sanitize()
-    for contribution in evidence.contributions("token_weight"):
+    view = case.view(drift=0.0).sanitize()
+    for contribution in case.contributions("token_weight"):
         weight = contribution(view)[view.valid_tokens].double()
         if not len(weight):
             continue

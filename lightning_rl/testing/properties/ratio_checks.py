@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from lightning_rl.audit.audit_error import NO_ROWS, Skip, gradient_of
-from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.checks.formula_checks import CLOSE, SLOPES, uniform_view
-from lightning_rl.audit.evidence import Evidence
 from lightning_rl.corrections import LossView
+from lightning_rl.testing.properties.case import AlgorithmCase
+from lightning_rl.testing.properties.check import check
+from lightning_rl.testing.properties.comparisons import NO_ROWS, Skip, gradient_of
+from lightning_rl.testing.properties.formula_checks import CLOSE, SLOPES, uniform_view
 from lightning_rl.utils.finding import Finding
 
 FIELDS = {"current": "logprobs", "old": "old_logprobs", "rollout": "rollout_logprobs", "ref": "ref_logprobs"}
@@ -26,7 +26,7 @@ Powers = dict[str, float]
     cure="declare the ratio that the weight or loss computes, as ratio = (numerator, denominator), so that no policy "
     "counts twice; a loss takes it to the policy that it reads first"
 )
-def declared_ratio(evidence: Evidence) -> Iterator[Finding | Skip]:
+def declared_ratio(case: AlgorithmCase) -> Iterator[Finding | Skip]:
     """A weight is proportional to the numerator of its declared ratio and to the inverse of the denominator.
 
     A weight without a declared ratio contains none. The gradient of a loss depends on the denominator of its declared
@@ -34,12 +34,12 @@ def declared_ratio(evidence: Evidence) -> Iterator[Finding | Skip]:
     ratio is no root of one and, where all policies agree, no constant other than 1. The ratio of a token does not
     depend on others, or tokens depend on each other.
     """
-    yield from _wrong_ratio_of_loss(evidence)
-    view = _agreeing(evidence)
+    yield from _wrong_ratio_of_loss(case)
+    view = _agreeing(case)
     if view is None:
         yield Skip(NO_ROWS)
         return
-    for weight in evidence.contributions("token_weight"):
+    for weight in case.contributions("token_weight"):
         powers = powers_of(weight, view)
         declared = weight.callback.ratio
         if _accumulates(weight, view):
@@ -70,9 +70,9 @@ def declared_ratio(evidence: Evidence) -> Iterator[Finding | Skip]:
     expected="the current policy's probability at most once in loss times weights",
     cure="leave the ratio out of the loss or of the weight",
 )
-def joint_ratio(evidence: Evidence) -> Iterator[Finding | Skip]:
+def joint_ratio(case: AlgorithmCase) -> Iterator[Finding | Skip]:
     """Near a ratio of 1 the gradient of a token's loss times all weights is at most linear in its probability."""
-    loss, view = evidence.algorithm.loss, _agreeing(evidence)
+    loss, view = case.algorithm.loss, _agreeing(case)
     if loss.prepares or view is None:
         yield Skip("the loss reads the whole step" if loss.prepares else NO_ROWS)
         return
@@ -86,23 +86,23 @@ def joint_ratio(evidence: Evidence) -> Iterator[Finding | Skip]:
     own = _own_power(signed_gradient, view)
     if type(loss) in SLOPES:  # VESPO has other powers
         own = min(own, 1.0)
-    weights = {str(weight): _own_power(weight, view) for weight in evidence.contributions("token_weight")}
+    weights = {str(weight): _own_power(weight, view) for weight in case.contributions("token_weight")}
     total = own + sum(weights.values())
     if total > MAX_POWER:
         guilty = [name for name, power in weights.items() if power > NONE] if own <= MAX_POWER else []
-        culprit = ", ".join(guilty) or f"loss {evidence.names['loss']}"
+        culprit = ", ".join(guilty) or f"loss {case.names['loss']}"
         yield Finding(culprit=culprit, observed=f"a power of {total:.2f}, {own:.2f} of it in the loss")
 
 
-def _wrong_ratio_of_loss(evidence: Evidence) -> Iterator[Finding]:
+def _wrong_ratio_of_loss(case: AlgorithmCase) -> Iterator[Finding]:
     """Yield a finding if the gradient of the policy loss depends on another policy than the declared one."""
-    loss, culprit = evidence.algorithm.loss, f"loss {evidence.names['loss']}"
+    loss, culprit = case.algorithm.loss, f"loss {case.names['loss']}"
 
     def gradient(view: LossView) -> Tensor:
         leaf = view.logprobs.detach().requires_grad_()
         return gradient_of(torch.where(view.valid_tokens, loss(view.replace(logprobs=leaf)), 0.0), leaf)
 
-    views = [uniform_view(evidence, advantage=sign) for sign in (1.0, -1.0)] if evidence.rows.valid_tokens.any() else []
+    views = [uniform_view(case, advantage=sign) for sign in (1.0, -1.0)] if case.rows.valid_tokens.any() else []
     signed = [powers_of(gradient, view, SMALL_STEP) for view in views]
     powers = {policy: max(both[policy] for both in signed) for policy in (signed or [{}])[0]}
     declared = loss.ratio or ("current", "old", "rollout")
@@ -141,9 +141,9 @@ def _accumulates(function: Callable[[LossView], Tensor], view: LossView) -> bool
     return moved[0] != moved[1]
 
 
-def _agreeing(evidence: Evidence) -> LossView | None:
+def _agreeing(case: AlgorithmCase) -> LossView | None:
     """Return the view of a step in which all policies agree."""
-    view = evidence.view(evidence.on_policy, drift=0.0).sanitize()
+    view = case.view(case.on_policy, drift=0.0).sanitize()
     counts = view.valid_tokens & (view.require("advantages") != 0)
     return view if counts.any() else None
 

@@ -5,13 +5,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.checks.stage_checks import alike, repeats_itself
-from lightning_rl.audit.copies import with_numbers_of_others
-from lightning_rl.audit.evidence import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, Evidence
-from lightning_rl.audit.value_guard import Seal
 from lightning_rl.corrections.call_user import PURE
 from lightning_rl.rollout import Rollout
+from lightning_rl.testing.properties.case import SHOWN_A_ROLLOUT, SHOWN_A_VIEW, AlgorithmCase
+from lightning_rl.testing.properties.check import check
+from lightning_rl.testing.properties.copies import with_numbers_of_others
+from lightning_rl.testing.properties.row_changes import alike, repeats_itself
+from lightning_rl.testing.properties.value_guard import Seal
 from lightning_rl.utils.finding import Finding
 
 COMBINED = ("policy_factor", "loss_terms", "metrics")
@@ -22,12 +22,12 @@ COMBINED = ("policy_factor", "loss_terms", "metrics")
     observed="another one in a repeated call",
     cure="draw no random numbers, and depend only on the argument and on load_state_dict",
 )
-def contributions_fit(evidence: Evidence) -> Iterator[Finding]:
+def contributions_fit(case: AlgorithmCase) -> Iterator[Finding]:
     """Contributions have the required shape and type, log under their own name, are repeatable and edit no argument."""
-    early, late = evidence.groups.sanitize(), evidence.view().sanitize()
+    early, late = case.groups.sanitize(), case.view().sanitize()
     for method in (*SHOWN_A_ROLLOUT, *COMBINED):  # the core validates shape and type
-        getattr(evidence.algorithm.corrections, method)(early if method in SHOWN_A_ROLLOUT else late)
-    for contribution in evidence.contributions(*SHOWN_A_ROLLOUT, *SHOWN_A_VIEW):
+        getattr(case.algorithm.corrections, method)(early if method in SHOWN_A_ROLLOUT else late)
+    for contribution in case.contributions(*SHOWN_A_ROLLOUT, *SHOWN_A_VIEW):
         if contribution.method == "rollout_metrics" and not contribution.callback.affects:
             continue  # it may measure something else than the rollout, such as time
         shown = early if contribution.method in SHOWN_A_ROLLOUT else late
@@ -49,13 +49,13 @@ def edits_of(function: Callable[[Any], object], shown: Rollout) -> list[str]:
     observed="another one with the numbers of another rank",
     cure="adapt to statistics of all ranks: self.collectives.sum",
 )
-def contributions_agree(evidence: Evidence) -> Iterator[Finding]:
+def contributions_agree(case: AlgorithmCase) -> Iterator[Finding]:
     """Numbers that a correction stores and uses, such as an adaptive coefficient, are the same on all ranks."""
-    early, late = evidence.groups.sanitize(), evidence.view().sanitize()
-    for callback in evidence.algorithm.corrections.callbacks:
-        numbers = [rank[callback.name] for rank in evidence.numbers if callback.name in rank]
+    early, late = case.groups.sanitize(), case.view().sanitize()
+    for callback in case.algorithm.corrections.callbacks:
+        numbers = [rank[callback.name] for rank in case.numbers if callback.name in rank]
         for twin in with_numbers_of_others(callback, numbers):
-            for contribution in evidence.contributions(*SHOWN_A_ROLLOUT, *SHOWN_A_VIEW):
+            for contribution in case.contributions(*SHOWN_A_ROLLOUT, *SHOWN_A_VIEW):
                 measures = contribution.method in ("rollout_metrics", "metrics")
                 if contribution.callback is not callback or measures:
                     continue
@@ -66,10 +66,10 @@ def contributions_agree(evidence: Evidence) -> Iterator[Finding]:
 
 
 @check(culprit="loss {loss}", cure="return a new tensor [b, T]; the core applies masks and means")
-def loss_fits(evidence: Evidence) -> Iterator[Finding]:
+def loss_fits(case: AlgorithmCase) -> Iterator[Finding]:
     """The policy loss returns one number per token and edits none of its arguments."""
-    view = evidence.prepare(evidence.view().sanitize())
-    edits, per_token = edits_of(evidence.algorithm.loss, view), evidence.algorithm.loss(view)
+    view = case.prepare(case.view().sanitize())
+    edits, per_token = edits_of(case.algorithm.loss, view), case.algorithm.loss(view)
     if not isinstance(per_token, Tensor) or per_token.shape != view.valid_tokens.shape:
         observed = list(per_token.shape) if isinstance(per_token, Tensor) else type(per_token).__name__
         yield Finding(expected=f"a value per token {list(view.valid_tokens.shape)}", observed=str(observed))

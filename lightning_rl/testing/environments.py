@@ -12,7 +12,6 @@ import cloudpickle
 import numpy as np
 import torch
 
-from lightning_rl.audit import Finding
 from lightning_rl.environments import Action, Environment, TokenEnvironment, ToolCall
 from lightning_rl.environments.environment import check_figures
 from lightning_rl.environments.generators import GeneratorError, refuse_draws
@@ -20,6 +19,7 @@ from lightning_rl.environments.tools import schemas_of
 from lightning_rl.environments.validation import check_reset, check_step, environment_of, plain
 from lightning_rl.rollout import FinishReason
 from lightning_rl.testing.shrinking import PropertyError
+from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.naming import name_of
 from lightning_rl.utils.seeding import fork_generators
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from lightning_rl.advantages import RowEstimator
-from lightning_rl.audit.audit_error import differences, rounding
-from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.checks.stage_checks import Change, moved_rows
-from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.recomputed_metrics import shaped_parts
 from lightning_rl.corrections import REWARDS, TOKEN_REWARDS
 from lightning_rl.rollout import TOKEN, Rollout
+from lightning_rl.testing.properties.case import AlgorithmCase
+from lightning_rl.testing.properties.check import check
+from lightning_rl.testing.properties.comparisons import differences, rounding
+from lightning_rl.testing.properties.definitions import shaped_parts
+from lightning_rl.testing.properties.row_changes import Change, moved_rows
 from lightning_rl.utils.finding import Finding
 
 ESTIMATOR = "estimator {estimator}"
@@ -22,10 +22,10 @@ POISONS = (math.nan, math.inf, -math.inf, 1e6)
 POISON_TEXT = "NaN, infinity and a million at masked tokens"
 
 
-def looks_within_groups(evidence: Evidence) -> bool:
+def looks_within_groups(case: AlgorithmCase) -> bool:
     """Return True if estimator and rewards of corrections use one group at a time."""
-    rewards = evidence.contributions(*REWARDS)
-    return evidence.algorithm.advantages.within_groups and not any(one.compares_prompts for one in rewards)
+    rewards = case.contributions(*REWARDS)
+    return case.algorithm.advantages.within_groups and not any(one.compares_prompts for one in rewards)
 
 
 def poison(rollout: Rollout) -> Rollout:
@@ -43,23 +43,23 @@ def poison(rollout: Rollout) -> Rollout:
 
 
 def advantage_changes(
-    evidence: Evidence, changed: Rollout, rows: Tensor | None = None, order: Tensor | None = None
+    case: AlgorithmCase, changed: Rollout, rows: Tensor | None = None, order: Tensor | None = None
 ) -> Iterator[Finding]:
     """Yield a finding if a changed copy of the groups has other advantages.
 
     Args:
-        evidence: Evidence with the groups.
+        case: AlgorithmCase with the groups.
         changed: Changed copy.
         rows: Rows of the groups to compare, [B] bool; by default all.
         order: Indices of the copy's rows in the groups, [B]; by default the same order.
     """
-    plain, ours = evidence.groups, evidence.advantages
+    plain, ours = case.groups, case.advantages
     order = torch.arange(len(plain), device=plain.groups.device) if order is None else order
     change = Change("", changed, order)
     try:
-        theirs = evidence.advantages_of(changed)[order.argsort(), : plain.width]
+        theirs = case.advantages_of(changed)[order.argsort(), : plain.width]
     except ValueError as refused:  # a part of the algorithm reads invalid values
-        culprit, samples = _culprit_of(evidence, change), plain.sample_ids[:4].tolist()
+        culprit, samples = _culprit_of(case, change), plain.sample_ids[:4].tolist()
         yield Finding(culprit=culprit, observed=str(refused), samples=samples)
         return
     kept = torch.ones_like(ours, dtype=torch.bool) if rows is None else rows[:, None]
@@ -67,7 +67,7 @@ def advantage_changes(
     atol = signal_rounding(plain, changed.select(order.argsort()), ours)
     for finding in differences(*pair, plain.sample_ids, atol=atol):
         observed = f"advantages that change by up to {float((ours - theirs).abs().max()):.3g}"
-        yield replace(finding, culprit=_culprit_of(evidence, change), observed=observed)
+        yield replace(finding, culprit=_culprit_of(case, change), observed=observed)
 
 
 def signal_rounding(plain: Rollout, changed: Rollout, advantages: Tensor) -> Tensor:
@@ -90,63 +90,63 @@ def signal_rounding(plain: Rollout, changed: Rollout, advantages: Tensor) -> Ten
     return rounding(plain.rewards.dtype, scale)[:, None]
 
 
-def _culprit_of(evidence: Evidence, change: Change) -> str:
+def _culprit_of(case: AlgorithmCase, change: Change) -> str:
     """Return the correction whose contribution changed, else the estimator, as a culprit."""
-    plain = evidence.groups.sanitize()
+    plain = case.groups.sanitize()
     clean = change._replace(rollout=change.rollout.sanitize())
-    for contribution in evidence.contributions(*REWARDS):
+    for contribution in case.contributions(*REWARDS):
         moved = moved_rows(contribution, plain, clean)
         if (moved & (plain.rewarded | (contribution.method in TOKEN_REWARDS))[change.rows]).any():
             return str(contribution)
-    return ESTIMATOR.format(**evidence.names)
+    return ESTIMATOR.format(**case.names)
 
 
 @check(
     expected=f"the same advantages with {POISON_TEXT}",
     cure="select by valid_tokens before any arithmetic: torch.where(mask, x, 0), not x * mask",
 )
-def masked_values(evidence: Evidence) -> Iterator[Finding]:
+def masked_values(case: AlgorithmCase) -> Iterator[Finding]:
     """Values at tokens that are not valid, such as NaN, reach no advantage."""
-    yield from advantage_changes(evidence, poison(evidence.groups))
+    yield from advantage_changes(case, poison(case.groups))
 
 
 @check(
     expected="advantages that do not depend on rows outside `rewarded`",
     cure="compute means and deviations over `rewarded` rows only",
 )
-def excluded_rows(evidence: Evidence) -> Iterator[Finding]:
+def excluded_rows(case: AlgorithmCase) -> Iterator[Finding]:
     """The reward of a row that is not rewarded (truncated, failed, excluded) changes no advantage of other rows.
 
     An estimator with one advantage per row gives such a row 0.
     """
-    rollout = evidence.groups
+    rollout = case.groups
     if bool(rollout.rewarded.all()) and len(rollout):  # no row is left out here: leave out one row of each group
         first = torch.zeros_like(rollout.rewarded)
         for group in rollout.groups.unique():
             first[(rollout.groups == group).nonzero()[0, 0]] = True
         rollout = rollout.replace(rewarded=rollout.rewarded & ~first)
-        evidence = replace(evidence, groups=rollout)
+        case = replace(case, groups=rollout)
     rewarded = rollout.rewarded
     outliers = torch.where(torch.arange(len(rollout), device=rewarded.device) % 2 == 0, 1e4, math.nan)
     rewards = torch.where(rewarded, rollout.rewards, outliers.to(rollout.rewards.dtype))
-    findings = list(advantage_changes(evidence, rollout.replace(rewards=rewards)))
+    findings = list(advantage_changes(case, rollout.replace(rewards=rewards)))
     yield from findings
     left_out = ~rewarded & rollout.trained
-    if isinstance(evidence.algorithm.advantages, RowEstimator) and bool((evidence.advantages[left_out] != 0).any()):
+    if isinstance(case.algorithm.advantages, RowEstimator) and bool((case.advantages[left_out] != 0).any()):
         yield Finding(
-            culprit=ESTIMATOR.format(**evidence.names),
+            culprit=ESTIMATOR.format(**case.names),
             expected="an advantage of 0 for rows outside `rewarded`",
             observed="another one",
             samples=rollout.sample_ids[left_out][:4].tolist(),
             cure="return 0 for rows outside `rewarded`",
         )
-    if not findings and looks_within_groups(evidence) and bool(rewarded.any()):
-        ours, theirs = evidence.advantages[rewarded], evidence.advantages_of(rollout.select(rewarded))
-        atol = signal_rounding(rollout, rollout, evidence.advantages)[rewarded]
+    if not findings and looks_within_groups(case) and bool(rewarded.any()):
+        ours, theirs = case.advantages[rewarded], case.advantages_of(rollout.select(rewarded))
+        atol = signal_rounding(rollout, rollout, case.advantages)[rewarded]
         for finding in differences(ours, theirs, rollout.sample_ids[rewarded], atol=atol):
             yield replace(
                 finding,
-                culprit=ESTIMATOR.format(**evidence.names),
+                culprit=ESTIMATOR.format(**case.names),
                 expected="the advantages without the rows outside `rewarded`",
                 cure="count only `rewarded` rows in every mean and deviation",
             )
@@ -156,41 +156,41 @@ def excluded_rows(evidence: Evidence) -> Iterator[Finding]:
     expected="the same advantages with three more positions of padding",
     cure="count `valid_tokens`, never columns, and use the last valid token as the end",
 )
-def padding_width(evidence: Evidence) -> Iterator[Finding]:
+def padding_width(case: AlgorithmCase) -> Iterator[Finding]:
     """Additional padding after the responses changes no advantage."""
-    yield from advantage_changes(evidence, evidence.groups.fit_width(evidence.groups.width + 3))
+    yield from advantage_changes(case, case.groups.fit_width(case.groups.width + 3))
 
 
 @check(
     expected="advantages that depend only on their own group",
     cure="group by `groups`, never by position or a fixed group size",
 )
-def group_isolation(evidence: Evidence) -> Iterator[Finding]:
+def group_isolation(case: AlgorithmCase) -> Iterator[Finding]:
     """Rewards of one prompt's samples change no advantage of another prompt."""
-    rollout = evidence.groups
-    if looks_within_groups(evidence) and len(rollout.groups.unique()) > 1:
+    rollout = case.groups
+    if looks_within_groups(case) and len(rollout.groups.unique()) > 1:
         first = rollout.groups == rollout.groups[0]
         noise = 3.7 * torch.sin(1.0 + rollout.sample_ids).to(rollout.rewards.dtype)
         rewards = torch.where(first, rollout.rewards, rollout.rewards + noise)
-        yield from advantage_changes(evidence, rollout.replace(rewards=rewards), first)
+        yield from advantage_changes(case, rollout.replace(rewards=rewards), first)
 
 
 @check(
     expected="advantages that do not depend on a constant added to a group", cure="subtract the mean of the whole group"
 )
-def reward_shift(evidence: Evidence) -> Iterator[Finding]:
+def reward_shift(case: AlgorithmCase) -> Iterator[Finding]:
     """A constant added to all rewards of a group changes no advantage.
 
     This applies if the estimator subtracts a mean and no bonus declares ``scales_rewards``.
     """
-    rollout, algorithm = evidence.groups, evidence.algorithm
+    rollout, algorithm = case.groups, case.algorithm
     scaled = any(callback.scales_rewards for callback in algorithm.corrections.callbacks)
-    if algorithm.advantages.shift_invariant and looks_within_groups(evidence) and not scaled:
+    if algorithm.advantages.shift_invariant and looks_within_groups(case) and not scaled:
         size = (
             rollout.rewards[rollout.rewarded].abs().max() if rollout.rewarded.any() else 0.0
         )  # relative to the scale of rewards
         shift = (1.0 + (rollout.groups % 7).to(rollout.rewards.dtype)) * (size or 1.0)
-        yield from advantage_changes(evidence, rollout.replace(rewards=rollout.rewards + shift))
+        yield from advantage_changes(case, rollout.replace(rewards=rollout.rewards + shift))
 
 
 @check(
@@ -199,9 +199,9 @@ def reward_shift(evidence: Evidence) -> Iterator[Finding]:
     observed="one that falls, so it unlearns good responses",
     cure="subtract the baseline from the reward, not the reward from the baseline",
 )
-def advantage_direction(evidence: Evidence) -> Iterator[Finding]:
+def advantage_direction(case: AlgorithmCase) -> Iterator[Finding]:
     """The advantage of the worst row of some group rises if its reward rises; advantages depend on the rewards."""
-    rollout = evidence.groups
+    rollout = case.groups
     known = rollout.rewarded & rollout.valid_tokens.any(-1)
     if not known.any():
         return
@@ -210,12 +210,12 @@ def advantage_direction(evidence: Evidence) -> Iterator[Finding]:
     raised = rollout.rewards.clone()
     raised[worst] += (rollout.rewards[known].max() - rollout.rewards[known].min()) or 1.0
     changed = rollout.replace(rewards=raised)
-    after = evidence.advantages_of(changed)
-    gains = (after - evidence.advantages).double().sum(-1)[worst]
-    tolerance = signal_rounding(rollout, changed, evidence.advantages)[worst, 0] * rollout.valid_tokens.sum(-1)[worst]
+    after = case.advantages_of(changed)
+    gains = (after - case.advantages).double().sum(-1)[worst]
+    tolerance = signal_rounding(rollout, changed, case.advantages)[worst, 0] * rollout.valid_tokens.sum(-1)[worst]
     falls = (gains < -tolerance) & (after[worst] != 0).any(-1)  # an estimator may drop a group
     shifted = len(worst) == int(known.sum())  # groups of one, whose common shift a batch mean removes
-    replaced, advantages = evidence.contributions("replace_reward"), evidence.advantages
+    replaced, advantages = case.contributions("replace_reward"), case.advantages
     if falls.any() and not (gains > tolerance).any():
         yield Finding(samples=rollout.sample_ids[worst[falls]][:4].tolist())
     elif not (replaced or shifted) and advantages.any() and torch.equal(after, advantages):
@@ -223,17 +223,17 @@ def advantage_direction(evidence: Evidence) -> Iterator[Finding]:
 
 
 @check(expected="the same advantages for rows in another order", cure="join by sample_ids and groups")
-def row_order(evidence: Evidence) -> Iterator[Finding]:
+def row_order(case: AlgorithmCase) -> Iterator[Finding]:
     """Advantages of rows do not depend on their order."""
-    rollout = evidence.groups
+    rollout = case.groups
     order = torch.sin(1.0 + 7.0 * torch.arange(len(rollout), device=rollout.groups.device)).argsort()
-    yield from advantage_changes(evidence, rollout.select(order), order=order)
+    yield from advantage_changes(case, rollout.select(order), order=order)
 
 
 @check(culprit=ESTIMATOR, cure="spread an advantage over `valid_tokens` and nowhere else")
-def advantage_support(evidence: Evidence) -> Iterator[Finding]:
+def advantage_support(case: AlgorithmCase) -> Iterator[Finding]:
     """Advantages are 0 outside the valid tokens; those of an estimator per row are constant over a row."""
-    rollout, advantages = evidence.rollout, evidence.rollout.require("advantages")
+    rollout, advantages = case.rollout, case.rollout.require("advantages")
     valid, nowhere = rollout.valid_tokens, torch.zeros_like(advantages)
     yield from differences(
         torch.where(valid, nowhere, advantages),
@@ -245,7 +245,7 @@ def advantage_support(evidence: Evidence) -> Iterator[Finding]:
     low = torch.where(valid, advantages, torch.inf).amin(-1)
     high = torch.where(valid, advantages, -torch.inf).amax(-1)
     rows = (high - low > rounding(advantages.dtype, high.abs(), 1)) & valid.any(-1)
-    if rows.any() and not evidence.algorithm.advantages.per_token:
+    if rows.any() and not case.algorithm.advantages.per_token:
         yield Finding(
             expected="one advantage at all valid tokens of a row",
             observed="advantages that differ",
@@ -258,10 +258,10 @@ def advantage_support(evidence: Evidence) -> Iterator[Finding]:
     expected="shaped rewards that add up to the score and the token rewards of their row",
     cure="put the score at the last valid token, and build the shaped reward out of place",
 )
-def reward_conservation(evidence: Evidence) -> Iterator[Finding]:
+def reward_conservation(case: AlgorithmCase) -> Iterator[Finding]:
     """Over the valid tokens of a row the shaped rewards add up to its score and its token rewards."""
-    rollout, shaped = evidence.groups.sanitize(), evidence.signal(evidence.groups)[1].double()
-    scores, tokens = shaped_parts(rollout, evidence.algorithm.corrections)
+    rollout, shaped = case.groups.sanitize(), case.signal(case.groups)[1].double()
+    scores, tokens = shaped_parts(rollout, case.algorithm.corrections)
     totals = torch.where(rollout.valid_tokens.any(-1), scores, 0.0)
     atol = rounding(rollout.rewards.dtype, scores.abs() + tokens.abs().sum(-1))
     yield from differences(shaped.sum(-1), totals + tokens.sum(-1), rollout.sample_ids, atol=atol)

@@ -1,4 +1,4 @@
-"""Selection of the few groups and rows on which stages are repeated; it differs between audits."""
+"""Selection of the few groups and rows on which stages are repeated; it differs between turns."""
 
 import torch
 
@@ -33,8 +33,3 @@ def some_rows(groups: Rollout, turn: int) -> Rollout:
 def order_of(number: int, turn: int) -> int:
     """Return a sort key of an id that is independent of its content and differs between turns."""
     return (number * 0x9E3779B1 + turn * 0x85EBCA6B) % 2**32
-
-
-def calls_again(audit: int) -> bool:
-    """Return True if an audit, counted from 1, calls rewards and environments again: at 1, 2, 4, 8, 16, 32, 48, ..."""
-    return audit in (1, 2, 4, 8) or audit % 16 == 0

@@ -1,22 +1,23 @@
-"""Checks: functions from evidence to findings, with a name, a description and default texts."""
+"""Checks: functions from a case to findings, with a name, a description and default texts."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from lightning_rl.advantages import Estimator
-from lightning_rl.audit.audit_error import Skip
-from lightning_rl.audit.copies import CopyError
-from lightning_rl.audit.evidence import Evidence
 from lightning_rl.corrections import Corrections, RLCallback
 from lightning_rl.losses import PolicyLoss
+from lightning_rl.testing.properties.case import AlgorithmCase
+from lightning_rl.testing.properties.comparisons import Skip
+from lightning_rl.testing.properties.copies import CopyError
 from lightning_rl.utils.finding import Finding
 
-CheckFunction = Callable[[Evidence], Iterable[Finding | Skip]]
+CaseT = TypeVar("CaseT", bound=AlgorithmCase, contravariant=True)
 
 
 class Verdict(NamedTuple):
-    """Result of checks on the same evidence.
+    """Result of checks on the same case.
 
     Attributes:
         findings: Violations.
@@ -28,7 +29,7 @@ class Verdict(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class Check(Generic[CaseT]):
     """A named invariant.
 
     Attributes:
@@ -42,21 +43,21 @@ class Check:
 
     name: str
     meaning: str
-    function: CheckFunction
+    function: Callable[[CaseT], Iterable[Finding | Skip]]
     shared: Finding
     of_step: bool = False
     of_rows: bool = True
 
-    def __call__(self, evidence: Evidence) -> list[Finding]:
+    def __call__(self, case: CaseT) -> list[Finding]:
         """Return the violations, including exceptions of stages on changed copies."""
-        return self.judge(evidence).findings
+        return self.judge(case).findings
 
-    def judge(self, evidence: Evidence) -> Verdict:
+    def judge(self, case: CaseT) -> Verdict:
         """Return the violations, and the reasons for skipping."""
-        if not evidence.edits and not len(evidence.rollout):
+        if case.is_empty:
             return Verdict([], {self.name: "the rollout has no rows"})
         try:
-            results = list(self.function(evidence))
+            results = list(self.function(case))
         except CopyError as error:
             return Verdict([], {self.name: str(error)})
         except Exception as raised:  # noqa: BLE001  an exception of user code on a changed copy is the finding
@@ -69,30 +70,34 @@ class Check:
             )
             return Verdict([finding], {})
         skips = dict.fromkeys(part.why for part in results if isinstance(part, Skip))
-        findings = [self._complete(part, evidence) for part in results if isinstance(part, Finding)]
+        findings = [self._complete(part, case) for part in results if isinstance(part, Finding)]
         return Verdict(findings, {self.name: ", and ".join(skips)} if skips else {})
 
-    def _complete(self, finding: Finding, evidence: Evidence) -> Finding:
+    def _complete(self, finding: Finding, case: CaseT) -> Finding:
         if finding.check:
             return finding  # completed by a watch
         texts = {spec.name: getattr(finding, spec.name) or getattr(self.shared, spec.name) for spec in fields(Finding)}
-        texts["culprit"] = finding.culprit or self.shared.culprit.format(**evidence.names)
+        texts["culprit"] = finding.culprit or self.shared.culprit.format(**case.names)
         if self.of_rows and not texts["samples"]:
-            rows = evidence.step.rows if self.of_step and evidence.step is not None else evidence.rows
-            texts["samples"] = rows.sample_ids[:2].tolist()
+            texts["samples"] = case.inspected_rows(of_step=self.of_step).sample_ids[:2].tolist()
         return Finding(**texts)
 
 
-def run_checks(checks: Iterable[Check], evidence: Evidence) -> list[Finding]:
+def checks_in(*modules: ModuleType) -> dict[str, Check[Any]]:
+    """Return the checks that modules define, by name."""
+    return {one.name: one for module in modules for one in vars(module).values() if isinstance(one, Check)}
+
+
+def run_checks(checks: Iterable[Check[CaseT]], case: CaseT) -> list[Finding]:
     """Return the findings of checks on this rank only, since other ranks may check more or fewer rows."""
-    return judge(checks, evidence).findings
+    return judge(checks, case).findings
 
 
-def judge(checks: Iterable[Check], evidence: Evidence) -> Verdict:
+def judge(checks: Iterable[Check[CaseT]], case: CaseT) -> Verdict:
     """Return the findings of checks, and the reasons of skipped ones."""
     findings, skipped = list[Finding](), dict[str, str]()
     for check in checks:
-        verdict = check.judge(evidence)
+        verdict = check.judge(case)
         findings += verdict.findings
         skipped |= verdict.skipped
     return Verdict(findings, skipped)
@@ -126,10 +131,10 @@ def check(
     observed: str = "others",
     of_step: bool = False,
     of_rows: bool = True,
-) -> Callable[[CheckFunction], Check]:
+) -> Callable[[Callable[[CaseT], Iterable[Finding | Skip]]], Check[CaseT]]:
     """Make a :class:`Check` of a function; its name becomes the check's, its docstring the description.
 
-    The function yields a :class:`~lightning_rl.audit.audit_error.Skip` if it cannot check something.
+    The function yields a :class:`~lightning_rl.testing.properties.comparisons.Skip` if it cannot check something.
 
     Args:
         cure: Advice.
@@ -140,7 +145,7 @@ def check(
         of_rows: True if a finding without samples applies to the first checked rows.
     """
 
-    def register(function: CheckFunction) -> Check:
+    def register(function: Callable[[CaseT], Iterable[Finding | Skip]]) -> Check[CaseT]:
         name = getattr(function, "__name__", "")
         return Check(
             name=name,

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lightning_rl.audit.audit_error import bitwise_equal
 from lightning_rl.corrections import LossView
 from lightning_rl.corrections.call_user import PURE, VERSIONS
+from lightning_rl.testing.properties.comparisons import bitwise_equal
 from lightning_rl.utils.mutation_guard import EditError, Fields, Versions, refuse_edits
 
 KEPT = "code that kept the view until the backward, such as a callback with on_before_backward,"

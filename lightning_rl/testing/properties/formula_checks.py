@@ -11,9 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_rl.audit.audit_error import NO_ROWS, Skip, gradient_of
-from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.evidence import Evidence, pattern_of
 from lightning_rl.corrections import LossView
 from lightning_rl.losses import (
     CISPO,
@@ -32,6 +29,9 @@ from lightning_rl.losses import (
     ValueLoss,
 )
 from lightning_rl.losses.policy_loss import prepared_tokens
+from lightning_rl.testing.properties.case import AlgorithmCase, pattern_of
+from lightning_rl.testing.properties.check import check
+from lightning_rl.testing.properties.comparisons import NO_ROWS, Skip, gradient_of
 from lightning_rl.utils.finding import Finding
 
 POLICIES = ("logprobs", "old_logprobs", "rollout_logprobs", "ref_logprobs")
@@ -42,18 +42,23 @@ FEW_TOKENS = 16  # per row
 
 
 def uniform_view(
-    evidence: Evidence, gap: float = 0.0, advantage: float = 1.0, *, spread: float = 0.0, dtype: Any = torch.float64
+    case: AlgorithmCase,
+    gap: float = 0.0,
+    advantage: float = 1.0,
+    *,
+    spread: float = 0.0,
+    dtype: Any = torch.float64,
 ) -> LossView:
     """Return a view with one advantage everywhere, in which the current policy is ``gap`` nats above all others.
 
     Args:
-        evidence: Evidence with the rows.
+        case: AlgorithmCase with the rows.
         gap: Log-ratio of the current policy to every other one.
         advantage: Advantage of every valid token.
         spread: Largest distance of two policies, by a pattern over tokens, in nats.
         dtype: Dtype of all fields.
     """
-    view = evidence.view().sanitize()
+    view = case.view().sanitize()
     if view.width > FEW_TOKENS:
         view = view.fit_width(FEW_TOKENS)
     valid, pattern = view.valid_tokens, pattern_of(view)
@@ -72,7 +77,7 @@ def uniform_view(
         for name, tensor in view.token_extras.items()
     }
     fields["logprobs"].requires_grad_()
-    return evidence.prepare(view.replace(advantages=advantage * valid.to(dtype), token_extras=extras, **fields))
+    return case.prepare(view.replace(advantages=advantage * valid.to(dtype), token_extras=extras, **fields))
 
 
 def _gradient(loss: PolicyLoss, view: LossView) -> Tensor:
@@ -146,23 +151,23 @@ def _gaps(loss: PolicyLoss) -> list[float]:
     culprit="loss {loss}",
     cure="take the larger of the plain and the clipped loss, and clip only where the ratio follows the advantage",
 )
-def loss_formula(evidence: Evidence) -> Iterator[Finding | Skip]:
+def loss_formula(case: AlgorithmCase) -> Iterator[Finding | Skip]:
     """The gradient of a policy loss is that of its formula at ratios on both sides of each bound.
 
     A subclass of a published loss has no gradient where its formula has none, and one elsewhere. Any other loss has a
     gradient where the ratio is 1 or moved against the advantage, of either sign.
     """
-    loss = evidence.algorithm.loss
+    loss = case.algorithm.loss
     kinds = [kind for kind in type(loss).__mro__ if kind in SLOPES]
-    if not evidence.rows.valid_tokens.any():
+    if not case.rows.valid_tokens.any():
         yield Skip(NO_ROWS)
         return
-    alive = [bool((_gradient(loss, uniform_view(evidence, 0.0, sign)) != 0).any()) for sign in (1.0, -1.0)]
+    alive = [bool((_gradient(loss, uniform_view(case, 0.0, sign)) != 0).any()) for sign in (1.0, -1.0)]
     if not kinds and not any(alive):
         return  # gradient_liveness reports it
     for sign in (1.0, -1.0):
         for gap in _gaps(loss) if kinds else GAPS:
-            view = uniform_view(evidence, gap, sign)
+            view = uniform_view(case, gap, sign)
             valid = view.valid_tokens
             if isinstance(loss, ClipCov):
                 valid = valid & ~prepared_tokens(view)
@@ -190,14 +195,14 @@ def loss_formula(evidence: Evidence) -> Iterator[Finding | Skip]:
     observed="one",
     cure="multiply by view.advantages, and add a term of the log-probabilities as a loss_term of a correction",
 )
-def loss_needs_advantages(evidence: Evidence) -> Iterator[Finding | Skip]:
+def loss_needs_advantages(case: AlgorithmCase) -> Iterator[Finding | Skip]:
     """Without an advantage the policy loss has no gradient, and advantages have none themselves."""
-    if not evidence.rows.valid_tokens.any():
+    if not case.rows.valid_tokens.any():
         yield Skip(NO_ROWS)
         return
-    if evidence.rollout.require("advantages").requires_grad:
-        yield Finding(culprit="estimator {estimator}".format(**evidence.names), expected="advantages without gradient")
-    elif bool((_gradient(evidence.algorithm.loss, uniform_view(evidence, advantage=0.0)).abs() > 1e-6).any()):
+    if case.rollout.require("advantages").requires_grad:
+        yield Finding(culprit="estimator {estimator}".format(**case.names), expected="advantages without gradient")
+    elif bool((_gradient(case.algorithm.loss, uniform_view(case, advantage=0.0)).abs() > 1e-6).any()):
         yield Finding()
 
 
@@ -206,15 +211,15 @@ def loss_needs_advantages(evidence: Evidence) -> Iterator[Finding | Skip]:
     observed="the same, as after rounding to bfloat16",
     cure="compute ratios and weights in float32: a log-probability in bfloat16 has two digits",
 )
-def single_precision(evidence: Evidence) -> Iterator[Finding | Skip]:
+def single_precision(case: AlgorithmCase) -> Iterator[Finding | Skip]:
     """Losses, terms and weights follow a small change of a log-probability wherever they follow a larger one."""
-    if not evidence.rows.valid_tokens.any():
+    if not case.rows.valid_tokens.any():
         yield Skip(NO_ROWS)
         return
-    view = uniform_view(evidence, spread=1.0)
-    parts: dict[str, Callable[[LossView], Tensor]] = {f"loss {evidence.names['loss']}": evidence.algorithm.loss}
-    parts |= {str(one): one for one in evidence.contributions("token_weight")}
-    parts |= {str(one): lambda view, one=one: one(view).per_token for one in evidence.contributions("loss_term")}
+    view = uniform_view(case, spread=1.0)
+    parts: dict[str, Callable[[LossView], Tensor]] = {f"loss {case.names['loss']}": case.algorithm.loss}
+    parts |= {str(one): one for one in case.contributions("token_weight")}
+    parts |= {str(one): lambda view, one=one: one(view).per_token for one in case.contributions("loss_term")}
     for culprit, function in parts.items():
         for name in POLICIES:
             if getattr(view, name) is not None and _rounds_to_half(function, view, name):
@@ -238,10 +243,10 @@ def _rounds_to_half(function: Callable[[LossView], Tensor], view: LossView, poli
 @check(
     cure="take the larger of the plain and the clipped error, with values clipped around those before the update",
 )
-def value_loss_formula(evidence: Evidence) -> Iterator[Finding | Skip]:
+def value_loss_formula(case: AlgorithmCase) -> Iterator[Finding | Skip]:
     """The gradient of the value loss is that of its formula within and beyond its clip range, on both sides."""
-    loss = evidence.algorithm.value_loss
-    if evidence.rows.values is None:
+    loss = case.algorithm.value_loss
+    if case.rows.values is None:
         yield Skip("there is no critic")
         return
     reach = 1.0 if loss.clip is None else loss.clip

@@ -5,15 +5,14 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from lightning_rl.audit.audit_error import NO_ROWS, Skip, gradient_of, reads_parameters
-from lightning_rl.audit.checks.check import check
-from lightning_rl.audit.checks.formula_checks import uniform_view
-from lightning_rl.audit.evidence import CorrectionMethod, Evidence, callback_of_one_method
-from lightning_rl.callbacks import PositiveNLL
 from lightning_rl.corrections import TOKEN_REWARDS, LossView, outputs_from
 from lightning_rl.corrections.recorded import ReplayCorrections
 from lightning_rl.rollout import TOP_LOGPROBS, FinishReason, Rollout
 from lightning_rl.signal.masked import local_sum
+from lightning_rl.testing.properties.case import AlgorithmCase, CorrectionMethod, callback_of_one_method
+from lightning_rl.testing.properties.check import check
+from lightning_rl.testing.properties.comparisons import NO_ROWS, Skip, gradient_of, reads_parameters
+from lightning_rl.testing.properties.formula_checks import uniform_view
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.trainer import is_own
 
@@ -33,16 +32,16 @@ DEAD, MANY = 0.1, 4  # maximum share of other tokens without a gradient; tokens 
 
 
 @check(observed="none, so it trains nothing", cure="compute it from view.logprobs without detach() or no_grad")
-def gradient_liveness(evidence: Evidence) -> Iterator[Finding | Skip]:
+def gradient_liveness(case: AlgorithmCase) -> Iterator[Finding | Skip]:
     """Every loss term has a gradient at every trained token, also the last, and the value loss reaches the critic.
 
     The logged term is the differentiated one. A term that declares ``chooses_rows`` needs a gradient only in its rows.
     """
-    if not len(evidence.rows):
+    if not len(case.rows):
         yield Skip(NO_ROWS)
         return
-    for term in evidence.contributions("loss_term"):
-        view = evidence.view(entropy_gradient=term.callback.trains_entropy).sanitize()
+    for term in case.contributions("loss_term"):
+        view = case.view(entropy_gradient=term.callback.trains_entropy).sanitize()
         if reads_parameters(raw := term(view).per_token):
             yield Skip(f"{term} reads parameters of a model itself")
             continue
@@ -54,14 +53,14 @@ def gradient_liveness(evidence: Evidence) -> Iterator[Finding | Skip]:
         if term.callback.chooses_rows:
             trained = trained & (gradient != 0).any(-1, keepdim=True)
         yield from _dead_places(gradient, view, trained, str(term), "a term with a gradient")
-    yield from _dead_value_loss(evidence)
-    loss, view = evidence.algorithm.loss, evidence.view(drift=0.0).sanitize()  # without clipping
+    yield from _dead_value_loss(case)
+    loss, view = case.algorithm.loss, case.view(drift=0.0).sanitize()  # without clipping
     trained = view.valid_tokens & (view.require("advantages") != 0)
     if loss.prepares or not trained.any():
         yield Skip("the loss selects its tokens" if loss.prepares else "no checked row has an advantage")
         return
     gradient = torch.where(trained, gradient_of(loss(view), view.logprobs), 0.0)
-    yield from _dead_places(gradient, view, trained, f"loss {evidence.names['loss']}", "a loss with a gradient")
+    yield from _dead_places(gradient, view, trained, f"loss {case.names['loss']}", "a loss with a gradient")
 
 
 def _dead_places(gradient: Tensor, view: LossView, trained: Tensor, culprit: str, expected: str) -> Iterator[Finding]:
@@ -98,14 +97,14 @@ def _kinds(trained: Tensor, view: LossView) -> dict[str, Tensor]:
     return {"the end of responses that stopped": last & stopped, "the last token": last, "the first token": first}
 
 
-def _dead_value_loss(evidence: Evidence) -> Iterator[Finding]:
+def _dead_value_loss(case: AlgorithmCase) -> Iterator[Finding]:
     """Yield a finding if the value loss has no gradient although the critic misses its target."""
-    view = evidence.view().sanitize()
+    view = case.view().sanitize()
     if view.current_values is None or view.values is None or view.returns is None:
         return
     leaf = view.current_values.detach().requires_grad_()
     wrong = view.valid_tokens & ((leaf.detach() - view.returns).abs() > 1e-3)
-    gradient = gradient_of(evidence.algorithm.value_loss(leaf, view.values, view.returns), leaf)
+    gradient = gradient_of(case.algorithm.value_loss(leaf, view.values, view.returns), leaf)
     yield from _dead_places(gradient, view, wrong, "the value loss", "a value loss with a gradient")
 
 
@@ -115,22 +114,22 @@ def _dead_value_loss(evidence: Evidence) -> Iterator[Finding]:
     observed="the opposite sign, so it unlearns good responses",
     cure="minimize minus advantage times ratio",
 )
-def loss_direction(evidence: Evidence) -> Iterator[Finding]:
+def loss_direction(case: AlgorithmCase) -> Iterator[Finding]:
     """At a ratio of 1 the policy loss pushes no token against the sign of its advantage.
 
     A loss term that follows the advantages, or the choice of a PositiveNLL, lowers no log-probabilities of good rows. A
     user's term does not lower those of every token of all rows where all policies agree.
     """
-    view = evidence.prepare(evidence.view(evidence.on_policy, drift=0.0).sanitize())
+    view = case.prepare(case.view(case.on_policy, drift=0.0).sanitize())
     if not view.valid_tokens.any():
         return
-    for term in evidence.contributions("loss_term"):
-        if _unlearns(evidence, term):
+    for term in case.contributions("loss_term"):
+        if _unlearns(case, term):
             expected, observed = "a gradient that raises log-probabilities of good responses", "one that lowers them"
             cure = "subtract log-probabilities of good responses from the loss"
             yield Finding(culprit=str(term), expected=expected, observed=observed, cure=cure)
     valid, advantages = view.valid_tokens, view.require("advantages")
-    per_token = torch.where(valid, evidence.algorithm.loss(view), 0.0)
+    per_token = torch.where(valid, case.algorithm.loss(view), 0.0)
     gradient = gradient_of(per_token, view.logprobs).double()
     agrees = (valid * advantages).sum(-1, keepdim=True) * advantages > 0  # a loss may use the whole row
     places = valid & agrees & (gradient * advantages.double().sign() > 1e-6)
@@ -141,17 +140,17 @@ def loss_direction(evidence: Evidence) -> Iterator[Finding]:
 
 
 @check(cure="add every term once, times its own coefficient")
-def terms_add_up(evidence: Evidence) -> Iterator[Finding]:
+def terms_add_up(case: AlgorithmCase) -> Iterator[Finding]:
     """The differentiated loss is the policy loss plus each term times its coefficient, once.
 
     The policy loss has every mask and weight once.
     """
-    algorithm, rows = evidence.algorithm, evidence.rows
+    algorithm, rows = case.algorithm, case.rows
     if not len(rows):
         return
-    step, view = evidence.whole_step, evidence.view(entropy_gradient=algorithm.trains_entropy).sanitize()
+    step, view = case.whole_step, case.view(entropy_gradient=algorithm.trains_entropy).sanitize()
     coefs = {"loss/policy": 1.0}
-    coefs |= {f"{term.callback.name}/loss": term(view).coef for term in evidence.contributions("loss_term")}
+    coefs |= {f"{term.callback.name}/loss": term(view).coef for term in case.contributions("loss_term")}
     if rows.values is not None and rows.returns is not None:
         coefs["loss/value"] = algorithm.value_loss.coef
     missing = sorted(coefs.keys() - step.parts.keys())
@@ -164,11 +163,11 @@ def terms_add_up(evidence: Evidence) -> Iterator[Finding]:
             observed=f"a sum without {missing[0]}" if missing else f"a sum that is {gap:.3g} away",
         )
     loss, valid = (
-        torch.where(view.valid_tokens, algorithm.loss(evidence.prepare(view)), 0.0).detach(),
+        torch.where(view.valid_tokens, algorithm.loss(case.prepare(view)), 0.0).detach(),
         view.valid_tokens,
     )
     factor = torch.ones_like(loss)
-    for one in evidence.contributions("sequence_mask", "token_mask", "token_weight"):
+    for one in case.contributions("sequence_mask", "token_mask", "token_weight"):
         part = one(view).to(loss.dtype)
         factor = factor * torch.where(valid, part[:, None] if part.dim() == 1 else part, 0.0)
     weights = algorithm.reduction(valid, view.trained, view.groups, local_sum)
@@ -188,34 +187,34 @@ def terms_add_up(evidence: Evidence) -> Iterator[Finding]:
     observed="one away from it",
     cure="add a positive coefficient times the distance to the loss, or subtract it from the reward",
 )
-def distances_pull_back(evidence: Evidence) -> Iterator[Finding]:
+def distances_pull_back(case: AlgorithmCase) -> Iterator[Finding]:
     """A distance, which is 0 if all policies agree, pulls the current policy back.
 
     As a loss its slope rises with the log-probability; as a reward it penalizes tokens that got likelier. A term of the
     entropy does not lower an entropy that is almost 0.
     """
-    for contribution in evidence.contributions("loss_term", *TOKEN_REWARDS):
+    for contribution in case.contributions("loss_term", *TOKEN_REWARDS):
         is_term = contribution.method == "loss_term"
         if contribution.callback.trains_entropy:
-            if is_term and _slope_of(evidence, contribution, "entropy", 0.01) > 0:
+            if is_term and _slope_of(case, contribution, "entropy", 0.01) > 0:
                 expected, observed = "a slope that raises the entropy where it is almost 0", "one that lowers it"
                 cure = "subtract a positive coefficient times the entropy from the loss"
                 yield Finding(culprit=str(contribution), expected=expected, observed=observed, cure=cure)
             continue
-        if is_term and any(_slope_of(evidence, contribution, name, 0.1) < 0 for name in outputs_from(TOP_LOGPROBS)):
+        if is_term and any(_slope_of(case, contribution, name, 0.1) < 0 for name in outputs_from(TOP_LOGPROBS)):
             yield Finding(culprit=str(contribution))
             continue
         force = _slope if is_term else _reward
-        flat = force(evidence, contribution, 0.0)
+        flat = force(case, contribution, 0.0)
         if flat is None:
             continue
-        if is_term and abs(flat) > 1e-4 and _is_distance(evidence, contribution):
+        if is_term and abs(flat) > 1e-4 and _is_distance(case, contribution):
             expected, observed = "no slope where all policies agree and the term is smallest", f"a slope of {flat:.3g}"
             cure = "compute every part of the term with its gradient, without detach()"
             yield Finding(culprit=str(contribution), expected=expected, observed=observed, cure=cure)
             continue
         for drift in DRIFTS:
-            likelier, less_likely = force(evidence, contribution, drift), force(evidence, contribution, -drift)
+            likelier, less_likely = force(case, contribution, drift), force(case, contribution, -drift)
             if likelier is None or less_likely is None:
                 continue
             if likelier - less_likely < -1e-6 if is_term else likelier > 1e-6:
@@ -224,9 +223,9 @@ def distances_pull_back(evidence: Evidence) -> Iterator[Finding]:
                 break
 
 
-def _slope_of(evidence: Evidence, loss_term: CorrectionMethod, field: str, size: float) -> float:
+def _slope_of(case: AlgorithmCase, loss_term: CorrectionMethod, field: str, size: float) -> float:
     """Return the slope of a loss term by a field of the view that is small; 0 if it does not depend on it."""
-    view = uniform_view(evidence)
+    view = uniform_view(case)
     if getattr(view, field) is None:
         return 0.0
     leaf = torch.where(view.valid_tokens, size, 0.0).to(view.logprobs.dtype).requires_grad_()
@@ -234,13 +233,14 @@ def _slope_of(evidence: Evidence, loss_term: CorrectionMethod, field: str, size:
     return float(gradient_of(torch.where(view.valid_tokens, term.per_token, 0.0), leaf).sum()) * term.coef
 
 
-def _unlearns(evidence: Evidence, loss_term: CorrectionMethod) -> bool:
+def _unlearns(case: AlgorithmCase, loss_term: CorrectionMethod) -> bool:
     """Return True if a term lowers log-probabilities: of good responses most, or of every token of all responses."""
-    nll, everywhere = isinstance(loss_term.callback, PositiveNLL), True
+    nll = any(kind.__module__ == f"{LIBRARY}.positive_nll" for kind in type(loss_term.callback).__mro__)
+    everywhere = True
 
     def slope(sign: float) -> float:
         nonlocal everywhere
-        view = uniform_view(evidence, advantage=sign)
+        view = uniform_view(case, advantage=sign)
         if nll:
             weights = {name.removeprefix("extras/"): max(sign, 0.0) for name in loss_term.callback.provides}
             chosen = {name: view.logprobs.new_full((len(view),), weight) for name, weight in weights.items()}
@@ -257,14 +257,14 @@ def _unlearns(evidence: Evidence, loss_term: CorrectionMethod) -> bool:
 
 
 @check(cure="compute the term at every valid token, from log-probabilities alone; masks are for the policy loss")
-def terms_keep_tokens(evidence: Evidence) -> Iterator[Finding]:
+def terms_keep_tokens(case: AlgorithmCase) -> Iterator[Finding]:
     """Loss terms train all valid tokens: also those without an advantage, and those that are clipped or masked.
 
     A term may choose rows if it declares ``chooses_rows``, and takes masks if it sets ``masked``.
     """
-    if not evidence.rows.valid_tokens.any():
+    if not case.rows.valid_tokens.any():
         return
-    plain = uniform_view(evidence)
+    plain = uniform_view(case)
     apart = plain.replace(
         **{
             name: getattr(plain, name) - 0.3 * plain.valid_tokens
@@ -280,17 +280,17 @@ def terms_keep_tokens(evidence: Evidence) -> Iterator[Finding]:
             old_logprobs=old + 0.5 * plain.valid_tokens, advantages=-apart.require("advantages")
         ),
     }
-    for term in evidence.contributions("loss_term"):
+    for term in case.contributions("loss_term"):
         alive = _trained_tokens(term, apart)
         for where, view in others.items() if not term.callback.chooses_rows else ():
             if alive.any() and not (_trained_tokens(term, view) & alive).any():
                 yield Finding(culprit=str(term), expected="a term with a gradient", observed=f"none at tokens {where}")
                 break
     mask = callback_of_one_method("token_mask", lambda view: torch.zeros_like(view.valid_tokens))
-    masked = evidence.table_step(corrections=ReplayCorrections([*evidence.algorithm.corrections.callbacks, mask]))
-    for term in evidence.contributions("loss_term"):
-        name, result = f"{term.callback.name}/loss", term(evidence.view().sanitize())
-        ours, whole = masked.parts.get(name), evidence.whole_step.parts.get(name)
+    masked = case.table_step(corrections=ReplayCorrections([*case.algorithm.corrections.callbacks, mask]))
+    for term in case.contributions("loss_term"):
+        name, result = f"{term.callback.name}/loss", term(case.view().sanitize())
+        ours, whole = masked.parts.get(name), case.whole_step.parts.get(name)
         takes_masks = result.masked or result.follows_policy_loss
         of_library = any(kind.__module__.startswith(LIBRARY) for kind in type(term.callback).__mro__[:-1])
         if result.masked and of_library:
@@ -313,17 +313,17 @@ def _trained_tokens(loss_term: CorrectionMethod, view: LossView) -> Tensor:
 
 
 @check(cure="log the values that the term trains, or name the estimator in the metric, such as kl_k2")
-def term_figures(evidence: Evidence) -> Iterator[Finding | Skip]:
+def term_figures(case: AlgorithmCase) -> Iterator[Finding | Skip]:
     """A correction that logs an estimate of a KL logs that of its loss term or reward, unless the name says which.
 
     Estimates count up to a constant factor, such as a coefficient.
     """
-    if not evidence.rows.valid_tokens.any():
+    if not case.rows.valid_tokens.any():
         return
     for on_policy in (True, False):  # terms may have the ratio to the old policy as a factor, or compare with it
-        views = _views_of_rows(evidence, on_policy=on_policy)
+        views = _views_of_rows(case, on_policy=on_policy)
         estimates = _estimates(views)
-        for one in evidence.contributions("loss_term", *TOKEN_REWARDS):
+        for one in case.contributions("loss_term", *TOKEN_REWARDS):
             if "metrics" not in one.callback.contributes:
                 continue
             trained = [_mean(view, one.tensors(view)[one.method]) for view in views]
@@ -352,11 +352,11 @@ def _in_words(pair: tuple[str, str]) -> str:
     return f"{kind} to {policy}"
 
 
-def _views_of_rows(evidence: Evidence, *, on_policy: bool) -> list[LossView]:
+def _views_of_rows(case: AlgorithmCase, *, on_policy: bool) -> list[LossView]:
     """Return views of single rows in which policies differ, except for the old one if ``on_policy``."""
     views = list[LossView]()
     for spread in (0.5, 1.0, 2.0):
-        view = uniform_view(evidence, spread=spread)
+        view = uniform_view(case, spread=spread)
         now = view.logprobs.detach()
         view = view.replace(logprobs=now, old_logprobs=now if on_policy else view.old_logprobs)
         views += [view.select(row[None]) for row in view.valid_tokens.any(-1).nonzero()[:, 0]]
@@ -393,9 +393,9 @@ def _are_proportional(ours: list[float], theirs: list[float]) -> bool:
     return bool(factor != 0) and bool(((one - factor * other).abs() <= 1e-5 * one.abs().max()).all())
 
 
-def _agreement(evidence: Evidence) -> Rollout:
-    """Return :attr:`Evidence.rows` with the same log-probabilities for every policy, so low that they may rise."""
-    now, rows = evidence.logprobs.detach() - max(DRIFTS), evidence.on_policy
+def _agreement(case: AlgorithmCase) -> Rollout:
+    """Return :attr:`AlgorithmCase.rows` with the same log-probabilities for every policy, so low that they may rise."""
+    now, rows = case.logprobs.detach() - max(DRIFTS), case.on_policy
     same = {
         name: now if tensor.shape == now.shape and tensor.is_floating_point() else tensor
         for name, tensor in rows.token_extras.items()
@@ -405,18 +405,18 @@ def _agreement(evidence: Evidence) -> Rollout:
     return rows.replace(token_extras=same, **known)
 
 
-def _is_distance(evidence: Evidence, loss_term: CorrectionMethod) -> bool:
+def _is_distance(case: AlgorithmCase, loss_term: CorrectionMethod) -> bool:
     """Return True if a term is positive at every token on both sides of the agreement of all policies."""
-    view = evidence.view(_agreement(evidence), drift=0.0).sanitize()
-    now, valid = evidence.logprobs.detach() - max(DRIFTS), view.valid_tokens
+    view = case.view(_agreement(case), drift=0.0).sanitize()
+    now, valid = case.logprobs.detach() - max(DRIFTS), view.valid_tokens
     moved = [view.replace(logprobs=torch.where(valid, now + drift, 0.0)) for drift in (-0.5, 0.5)]
     return all(bool((loss_term(one).per_token.detach()[valid] > 0).all()) for one in moved)
 
 
-def _slope(evidence: Evidence, loss_term: CorrectionMethod, drift: float) -> float | None:
+def _slope(case: AlgorithmCase, loss_term: CorrectionMethod, drift: float) -> float | None:
     """Return the mean slope of a loss term after all log-probabilities rose; None if it is no distance."""
-    view = evidence.view(_agreement(evidence), drift=0.0).sanitize()
-    leaf = (evidence.logprobs.detach() - max(DRIFTS) + drift).requires_grad_()
+    view = case.view(_agreement(case), drift=0.0).sanitize()
+    leaf = (case.logprobs.detach() - max(DRIFTS) + drift).requires_grad_()
     term = loss_term(view.replace(logprobs=torch.where(view.valid_tokens, leaf, 0.0)))
     per_token = torch.where(view.valid_tokens, term.per_token, 0.0)
     if not per_token.requires_grad or (drift == 0.0 and float(per_token.detach().abs().sum()) > 1e-6):
@@ -424,9 +424,9 @@ def _slope(evidence: Evidence, loss_term: CorrectionMethod, drift: float) -> flo
     return float(gradient_of(per_token, leaf).sum()) * (1.0 if term.coef >= 0 else -1.0)
 
 
-def _reward(evidence: Evidence, token_reward: CorrectionMethod, drift: float) -> float | None:
+def _reward(case: AlgorithmCase, token_reward: CorrectionMethod, drift: float) -> float | None:
     """Return the sum of token rewards if the old policy was likelier; None if it is no distance."""
-    rows = _agreement(evidence).sanitize()
+    rows = _agreement(case).sanitize()
     if rows.old_logprobs is None:
         return None
     old = torch.where(rows.valid_tokens, rows.old_logprobs + drift, 0.0)
