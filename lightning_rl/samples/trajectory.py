@@ -65,8 +65,8 @@ class Trajectory:
         ...     prompt=prompt, request=Request(prefix_ids=(3, 4), sample_id=515, seed=9, sampling=sampling)
         ... )
         >>> answer = Completion(token_ids=(5, 1), logprobs=None, finish=FinishReason.STOP, version=7)
-        >>> told = wanted.extend(PROMPT, (), answer).extend(0, (8, 9), answer)
-        >>> [(segment.token_ids, segment.parent) for segment in told.segments], told.branches()
+        >>> sample = wanted.extend(PROMPT, (), answer).extend(0, (8, 9), answer)
+        >>> [(segment.token_ids, segment.parent) for segment in sample.segments], sample.branches()
         ([((5, 1), -1), ((8, 9), 0), ((5, 1), 1)], [(0, 1, 2)])
     """
 
