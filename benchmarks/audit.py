@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from jsonargparse import auto_cli
@@ -30,10 +31,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 import sorting_task as task
 
 from lightning_rl import GRPO, PromptDataModule, RLCallback, RLLightningModule, Rollout, SamplingParams
-from lightning_rl.audit import SignalAudit, SignalLedger
+from lightning_rl.audit import SignalAudit, SignalLedger, schedule
+from lightning_rl.audit.schedule import takes_turn
 from lightning_rl.callbacks import OPSM, NoEOSMask, ReferenceKL, RolloutKL, TruncatedIS
 from lightning_rl.data import StepIndex
 from lightning_rl.recording import RolloutRecorder
+from lightning_rl.testing.properties.check import Check
 
 ROLLOUTS, PROMPTS, GROUP, RUNS, PAIRED = 10, 32, 8, 3, 34
 Kind = Callable[[str], list[RLCallback]]
@@ -72,8 +75,13 @@ class Drawn(RLCallback):
         self.tokens += int(rollout.sampled_lengths.sum())
 
 
+def turn_of_every_rollout(check: Check, number: int, _every: int) -> bool:
+    """Return True if a check runs at an audit of a run that audits every rollout."""
+    return takes_turn(check, number, 1)
+
+
 class TimedAudit(SignalAudit):
-    """Looks at every second rollout, and notes when each begins."""
+    """Looks at every second rollout with the turns of an audit of every one, and notes when each begins."""
 
     def __init__(self) -> None:
         super().__init__(2, "raise")
@@ -88,8 +96,9 @@ class TimedAudit(SignalAudit):
 
 def pairs(folder: str) -> list[tuple[float, float]]:
     """CPU seconds of rollouts without the audit and of the next ones, with it; the audits 2 to 17 of a run."""
-    audit = TimedAudit()
-    fit([*recipe(folder), audit], folder, PAIRED)
+    audit, turn = TimedAudit(), turn_of_every_rollout
+    with patch.object(schedule, "takes_turn", turn), patch("lightning_rl.audit.audit.takes_turn", turn):
+        fit([*recipe(folder), audit], folder, PAIRED)
     spent = [end - begin for begin, end in zip(audit.begins, audit.begins[1:], strict=False)][1:]
     return list(zip(spent[::2], spent[1::2], strict=False))
 
