@@ -309,13 +309,14 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
 
     old = {key: FORMER_PATHS.get(value, value) for key, value in old.items()}
     new = {old_name(key): value for key, value in new.items()}
-    return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    keys = (key for key in old.keys() | new.keys() if not DIFFERS.search(key))
+    return sorted(key for key in keys if old.get(key) != new.get(key))
 
 
 def compare(old: Path, new: Path) -> int:
-    """Print the differing values of the runs in two folders; return 1 if there is one, else 0."""
+    """Print the differing values of the runs that are in two folders; return 1 if there is one, else 0."""
     found = 0
-    for path in sorted(old.glob("*.json")):
+    for path in sorted(path for path in old.glob("*.json") if (new / path.name).exists()):
         one, other = (json.loads((folder / path.name).read_text()) for folder in (old, new))
         keys = differences(one, other)
         found += len(keys)
