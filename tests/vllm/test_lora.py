@@ -165,7 +165,7 @@ def test_a_request_keeps_the_adapter_of_its_start_over_three_syncs(
                 crossed.append(thread.is_alive())
                 thread.join()
             if version + 3 < versions:
-                drawing.append(threading.Thread(target=draw, args=(version, 400)))
+                drawing.append(threading.Thread(target=draw, args=(version, 960)))
                 drawing[-1].start()
     assert len(drawn) == versions + versions // 3 and 2 * sum(crossed) >= len(crossed), crossed
     for version, requests, completions in drawn:
