@@ -121,7 +121,7 @@ def forward_alone(model: PreTrainedModel, requests: Sequence[Request]) -> int:
         ids, places = ids[:, -1:], places[:, -1:] + 1
         if alive.float().mean() < COMPACT_BELOW:
             keep = alive.nonzero()[:, 0]
-            cache.batch_select_indices(keep)
+            cache.take_rows(keep)
             ids, places, left = ids[keep], places[keep], left[keep]
 
 
