@@ -8,7 +8,6 @@ section 5; torchtitan's ``activation_checkpoint.mode``.
 import warnings
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -60,12 +59,10 @@ class _CopyOnWrite(_CachingTorchDispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            values = {each.name: value for each, value in zip(schema.arguments, args, strict=False)} | (kwargs or {})
-            writes = (
-                each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write
-            )
+        if _writes(func):
+            parameters = func._schema.arguments  # noqa: SLF001
+            values = {each.name: value for each, value in zip(parameters, args, strict=False)} | (kwargs or {})
+            writes = (each.name for each in parameters if each.alias_info is not None and each.alias_info.is_write)
             written = tree_leaves([values.get(name) for name in writes])
             self._copy({_address(value) for value in written if isinstance(value, Tensor)})
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -77,16 +74,22 @@ class _CopyOnWrite(_CachingTorchDispatchMode):
                     kept.__init__(value.clone())
 
 
+def _writes(operation: Any) -> bool:
+    """Return True if an operation writes to an argument; higher-order ones, such as flex attention, have no schema."""
+    schema = getattr(operation, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
 def _address(value: Tensor) -> int:
     return value.untyped_storage().data_ptr()
 
 
-def _keep(_context: Any, operation: torch._ops.OpOverload, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
+def _keep(_context: Any, operation: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
     """Keep the result of attention, and of a matrix product that costs more than reading and writing its result.
 
     An operation that writes to its arguments is recomputed, since a kept result does not repeat the write.
     """
-    if operation._schema.is_mutable:  # noqa: SLF001
+    if _writes(operation):
         return CheckpointPolicy.PREFER_RECOMPUTE
     name = operation.name().partition("::")[2].partition(".")[0]
     kept = "attention" in name or "attn" in operation.name()

@@ -42,11 +42,11 @@ def whole_rollout(*, poison: float = 0.0, on_policy: bool = False) -> Rollout:
     if on_policy:
         rollout = rollout.replace(rollout_logprobs=same, ref_logprobs=same)
 
-    def poisoned(tensor: Tensor, axis: object, _pad: float) -> Tensor:
+    def poison_tokens(tensor: Tensor, axis: object, _pad: float) -> Tensor:
         at_tokens = axis == TOKEN and tensor.is_floating_point()
         return torch.where(rollout.valid_tokens, tensor, poison) if at_tokens else tensor
 
-    return rollout.map(poisoned)
+    return rollout.map(poison_tokens)
 
 
 def loss_of(correction: RLCallback) -> PolicyLoss:

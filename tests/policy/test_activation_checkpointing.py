@@ -9,9 +9,11 @@ import torch
 from kit.support import differing, fit, tiny_model, tiny_module, tiny_policy, tiny_prompts
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from lightning_rl.policy import activation_checkpointing
 from lightning_rl.policy.activation_checkpointing import Checkpointing, checkpoint_layers
 
 Change = Callable[[PreTrainedModel], RemovableHandle | None]
@@ -63,3 +65,8 @@ def test_bitwise_products_of_many_tokens_are_checkpointed() -> None:
     for module in modules:
         fit(module, data=tiny_prompts(32, 32), max_steps=1)
     assert differing(*modules) == []
+
+
+def test_an_operation_of_higher_order_has_no_schema_and_is_recomputed() -> None:
+    operation = torch.ops.higher_order.flex_attention
+    assert activation_checkpointing._keep(None, operation) is CheckpointPolicy.PREFER_RECOMPUTE  # noqa: SLF001
