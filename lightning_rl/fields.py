@@ -161,6 +161,11 @@ class Ragged:
         if (total := int(self.counts.sum())) != len(self.values):
             raise ValueError(f"expected counts of {len(self.values)} items, got a sum of {total}")
 
+    def of_row(self, row: int) -> Shaped[Tensor, "n ..."]:
+        """Return the items of one row."""
+        begin = int(self.counts[:row].sum())
+        return self.values[begin : begin + int(self.counts[row])]
+
 
 @dataclass(frozen=True, slots=True)
 class Items(Axis[Ragged]):

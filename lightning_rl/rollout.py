@@ -4,16 +4,16 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor
 
-from lightning_rl.fields import PROMPT, ROW, TOKEN, Axis, Field, Function, Shapes, declare, fields_of
+from lightning_rl.fields import PROMPT, ROW, TOKEN, Axis, Field, Function, Items, Ragged, Shapes, declare, fields_of
 from lightning_rl.samples import FinishReason, Segment, Trajectory
 from lightning_rl.utils.device import to_device
 
@@ -23,15 +23,13 @@ GREEDY_SCORE = "greedy_score"  # in ``extras``: score of a greedy response to th
 ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/expert_routes.py
 EXPERT_LOAD = "expert_load"  # in ``extras``: share of tokens of each expert in the row's optimizer step, [B, E]
 SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: sum over the vocabulary of squared old probabilities
-# In ``token_extras``, for each response token: k = 1, 2, ... if the policy sampled it in turn k; 0 if the environment
-# appended it, such as the result of a tool; -k if it belongs to a new context that the environment
-# started after turn k. Later tokens do not attend to the tokens before the new context (:func:`context_starts`).
-TURNS = "turns"
+NO_PARENT = -2  # parent of a new context in ``segments``
 TURN_REWARDS = "turn_rewards"  # in ``token_extras``: reward of each turn, stored at its last sampled token
 SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask.py
 # In ``token_extras``: the k likeliest tokens of the distribution that each token was sampled from, shape [B, T, k].
 TOP_IDS, TOP_LOGPROBS = "top_ids", "top_logprobs"
 FORMER_NAMES = {"task_rewards": "rewards_by_function"}  # of fields, in older checkpoints and recordings
+FORMER_TURNS = "turns"  # in ``token_extras`` there, instead of ``segments``: see turn_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,6 +62,10 @@ class Rollout:
         values: Predictions of the critic.
         advantages: Advantage of each token, in the dtype of the rewards.
         returns: Targets of the critic, in the dtype of the rewards.
+        segments: Segments of each row of a conversation, in the order in which they were made: position of the first
+            token in the response, index of the segment that it follows, and turn. The index is -1 behind the prompt,
+            and -2 for a new context, which follows nothing. The turn counts from 1; it is 0 for tokens that the
+            environment wrote. None without an environment.
         extras: Further tensors per row, by name.
         token_extras: Further tensors per response token, by name.
         prompt_extras: Further tensors per prompt token, by name.
@@ -94,6 +96,7 @@ class Rollout:
     values: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN, shown=True))
     advantages: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN, shown=True))
     returns: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN, shown=True))
+    segments: Ragged | None = field(default=None, metadata=declare(Items("segments")))
     extras: Mapping[str, Shaped[Tensor, "B ..."]] = field(default_factory=dict, metadata=declare(ROW))
     token_extras: Mapping[str, Shaped[Tensor, "B T ..."]] = field(default_factory=dict, metadata=declare(TOKEN))
     prompt_extras: Mapping[str, Shaped[Tensor, "B P ..."]] = field(default_factory=dict, metadata=declare(PROMPT))
@@ -177,7 +180,7 @@ class Rollout:
             dtype: Dtype of log-probabilities; rewards are in float64.
             recorded: Names of the per-token extras of segments.
             logprobs: True if sampled segments have log-probabilities.
-            turns: True to store the turn number and the turn reward of each token.
+            turns: True to store the segments, and the turn reward of each token.
 
         Raises:
             ValueError: If a sampled segment lacks values that its engine promised.
@@ -191,10 +194,10 @@ class Rollout:
             finish=[each.finish for each in trajectories],
         )
         sampled = [segment for row in rows for segment in row if segment.sampled]
-        numbers = rollout.action_mask.long()
+        actions = rollout.action_mask
         if turns:
-            numbers = pad_lists([_turn_numbers(row) for row in rows], torch.int64)[0]
-        actions = numbers > 0
+            rollout = rollout.replace(segments=_tree(rows))
+            actions = turn_numbers(rollout) > 0
 
         def spread(values: Tensor, fill: float = 0) -> Tensor:
             """Scatter one value per sampled token, concatenated over segments, to ``[B, T]``."""
@@ -206,7 +209,7 @@ class Rollout:
 
         extras = {name: _pad_extra([_extra_of(row, name) for row in rows]) for name in sorted(recorded)}
         if turns:
-            extras |= {TURNS: numbers, TURN_REWARDS: spread(_turn_rewards(sampled))}
+            extras |= {TURN_REWARDS: spread(_turn_rewards(sampled))}
         prompts = [each.prompt_extras if each.segments else None for each in trajectories]
         lengths = rollout.prompt_lengths.tolist()
         return rollout.replace(
@@ -347,7 +350,11 @@ class Rollout:
         declared = {spec.name: spec for spec in fields_of(cls)}
         if strange := parts.keys() - declared.keys():
             raise ValueError(f"expected fields of {cls.__name__}, got {min(strange)!r}")
-        return cls(**{name: declared[name].restore(values) for name, values in parts.items()})
+        turns = parts.get("token_extras", {}).pop(FORMER_TURNS, None)
+        restored: dict[str, Any] = {name: declared[name].restore(values) for name, values in parts.items()}
+        if turns is not None:
+            restored["segments"] = segments_of(turns, state["response_lengths"])
+        return cls(**restored)
 
     def _each(self: RolloutT, operation: Callable[[Axis[Any], Any, float], Any]) -> RolloutT:
         """Return a copy with ``operation(axis, value, pad)`` in place of every value."""
@@ -365,14 +372,19 @@ class Rollout:
         return rebuild_rollout, (type(self), self.state())
 
 
-def _turn_numbers(row: Sequence[Segment]) -> list[int]:
-    """Return the value of ``TURNS`` for each token of the segments of a row."""
-    numbers, turn = list[int](), 0
-    for segment in row:
-        turn += segment.sampled
-        number = turn if segment.sampled else -turn if segment.parent is None else 0
-        numbers += [number] * len(segment.token_ids)
-    return numbers
+def _tree(rows: Sequence[Sequence[Segment]]) -> Ragged:
+    """Return the field ``segments`` of rows."""
+    values = list[tuple[int, int, int]]()
+    for row in rows:
+        begin, turn = 0, 0
+        for segment in row:
+            turn += segment.sampled
+            is_root = segment.parent is None
+            number = turn if segment.sampled else -turn if is_root else 0
+            values.append((begin, NO_PARENT if is_root else cast(int, segment.parent), number))
+            begin += len(segment.token_ids)
+    counts = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    return Ragged(torch.tensor(values, dtype=torch.int64).reshape(-1, 3), counts)
 
 
 def _versions_of(sampled: Sequence[Segment]) -> Int[Tensor, " A"]:
@@ -434,30 +446,66 @@ def rebuild_rollout(kind: type[Rollout], state: Mapping[str, Tensor]) -> Rollout
     return kind.from_state(state)
 
 
-def context_starts(rollout: Rollout) -> Bool[Tensor, "B T"]:
-    """Return a mask of the first token of each rewritten context, shape [B, T]; needs ``TURNS``.
+def turn_numbers(rollout: Rollout) -> Int[Tensor, "B T"]:
+    """Return the turn of each response token, shape [B, T]; needs ``segments``.
 
-    An environment may replace the context after turn k. The new context is part of the response, with the value -k in
-    ``token_extras["turns"]``. Its tokens and all later tokens do not attend to the tokens before it.
+    It is k = 1, 2, ... if the policy sampled the token in turn k; 0 if the environment appended it, such as the result
+    of a tool; -k if it belongs to a new context that the environment started after turn k.
     """
-    turns = rollout.token_extras[TURNS]
-    return (turns < 0) & (turns != torch.nn.functional.pad(turns, (1, 0))[:, :-1])
+    row, begin, _, number = _segments(rollout)
+    follows = torch.nn.functional.pad(row[1:] == row[:-1], (1, 0))[: len(row)]  # another segment of its row
+    changes = number.new_zeros(len(rollout), rollout.width + 1)
+    changes.index_put_(
+        (row, begin.clamp(max=rollout.width)), number - torch.where(follows, number.roll(1), 0), accumulate=True
+    )
+    inside = torch.arange(rollout.width, device=row.device) < rollout.response_lengths[:, None]
+    return torch.where(inside, changes.cumsum(1)[:, :-1], 0)
+
+
+def segments_of(numbers: Int[Tensor, "B T"], lengths: Int[Tensor, " B"]) -> Ragged:
+    """Return the field ``segments`` of responses whose tokens have some turn numbers."""
+    starts = numbers != torch.nn.functional.pad(numbers, (1, 0))[:, :-1]
+    starts[:, 0] = True
+    starts &= torch.arange(numbers.shape[1], device=numbers.device) < lengths[:, None]
+    row, begin = starts.nonzero(as_tuple=True)
+    number, counts = numbers[row, begin], starts.sum(1)
+    before = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row] - 1
+    return Ragged(torch.stack([begin, torch.where(number < 0, NO_PARENT, before), number], 1).long(), counts)
+
+
+def _segments(rollout: Rollout) -> tuple[Int[Tensor, " N"], ...]:
+    """Return row, first position, parent and turn of every segment."""
+    segments = cast(Ragged, rollout.require("segments"))
+    rows, values = torch.arange(len(segments.counts)), segments.values
+    row = to_device(rows.repeat_interleave(segments.counts, output_size=len(values)), values.device)
+    return (row, *values.unbind(1))
+
+
+def context_starts(rollout: Rollout) -> Bool[Tensor, "B T"]:
+    """Return a mask of the first token of each new context, shape [B, T]; needs ``segments``.
+
+    An environment may replace the context. The new context is part of the response. Its tokens and all later tokens do
+    not attend to the tokens before it.
+    """
+    row, begin, parent, _ = _segments(rollout)
+    is_root = (parent == NO_PARENT) & (begin < rollout.width)
+    starts = torch.zeros(len(rollout), rollout.width, dtype=torch.bool, device=row.device)
+    starts[row[is_root], begin[is_root]] = True
+    return starts
 
 
 def spans_of(rollout: Rollout, row: int) -> list[tuple[bool, list[int]]]:
     """Split the response of a row into spans; return (True if the policy sampled it, token ids) for each span.
 
-    A span is a run of tokens with equal values of ``TURNS``. Without ``TURNS`` it is a run of equal ``action_mask``.
+    A span is a segment, or without ``segments`` a run of equal ``action_mask``.
     """
     length = int(rollout.response_lengths[row])
     ids, sampled = rollout.response_ids[row, :length].tolist(), rollout.action_mask[row, :length].tolist()
-    turns = rollout.token_extras[TURNS][row, :length].tolist() if TURNS in rollout.token_extras else sampled
-    spans: list[tuple[bool, list[int]]] = []
-    for position, token in enumerate(ids):
-        if position == 0 or turns[position] != turns[position - 1]:
-            spans.append((sampled[position], []))
-        spans[-1][1].append(token)
-    return spans
+    cuts = {0, *(place for place in range(1, length) if sampled[place] != sampled[place - 1]), length}
+    if rollout.segments is not None:
+        cuts |= set(rollout.segments.of_row(row)[:, 0].tolist())
+    ends = sorted(cuts)
+    return [(sampled[begin], ids[begin:end]) for begin, end in pairwise(ends)]
 
 
 def pad_rows(rows: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Int[Tensor, " B"]]:

@@ -260,6 +260,17 @@ def flat(key: str, value: object) -> Iterator[tuple[str, object]]:
         yield key, value
 
 
+def with_turns(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a recording with turn numbers for segments, as in older recordings."""
+    from lightning_rl.rollout import Rollout, turn_numbers
+
+    parts = {name.removeprefix("rollout/"): tensor for name, tensor in tensors.items() if name.startswith("rollout/")}
+    others = {name: tensor for name, tensor in tensors.items() if "/segments/" not in name}
+    if len(others) == len(tensors):
+        return others
+    return {**others, "rollout/token_extras/turns": turn_numbers(Rollout.from_state(parts))}
+
+
 def values(folder: Path) -> Iterator[tuple[str, object]]:
     """Yield every value in the files of a run; of checkpoints, those of PyTorch."""
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -271,7 +282,7 @@ def values(folder: Path) -> Iterator[tuple[str, object]]:
                 state = torch.load(path, weights_only=False)
                 yield from flat(key, {part: state[part] for part in ("state_dict", "optimizer_states", "global_step")})
             case ".safetensors":
-                yield from flat(key, load_file(path))
+                yield from flat(key, with_turns(load_file(path)))
             case ".json":
                 yield from flat(key, json.loads(path.read_text()))
             case ".jsonl":

@@ -50,7 +50,7 @@ from lightning_rl.policy.model import FrozenModel
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.recording import RolloutRecorder
 from lightning_rl.reporting import RolloutSummary, RunReport, SampleTable
-from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TURNS
+from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, segments_of
 from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
 from lightning_rl.rollouts.logprob_passes import add_logprobs
 from lightning_rl.update import accumulate_gradient, from_table
@@ -67,8 +67,11 @@ def a_rollout() -> Rollout:
     turns = torch.where(rollout.action_mask, 1, 0)
     sums = torch.where(rollout.valid_tokens, 0.3, 0.0).double()
     teacher = 0.9 * rollout.require("ref_logprobs")
-    token_extras = {TURNS: turns, SUM_PI_SQUARED: sums, "teacher_logprobs": teacher}
-    return rollout.replace(token_extras=token_extras, extras={GREEDY_SCORE: torch.full((len(rollout),), 0.5).double()})
+    return rollout.replace(
+        segments=segments_of(turns, rollout.response_lengths),
+        token_extras={SUM_PI_SQUARED: sums, "teacher_logprobs": teacher},
+        extras={GREEDY_SCORE: torch.full((len(rollout),), 0.5).double()},
+    )
 
 
 def numbers_of(stats: Mapping[str, Stat]) -> Numbers:

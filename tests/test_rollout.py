@@ -17,11 +17,11 @@ from torch.testing import assert_close
 from lightning_rl import FinishReason, LossView, Rollout
 from lightning_rl.corrections import OUTPUTS, Outputs, outputs_from
 from lightning_rl.fields import PROMPT, ROW, TOKEN, Field, Items, Ragged, declare, fields_of
-from lightning_rl.rollout import concatenate, pad_lists, pad_rows
+from lightning_rl.rollout import concatenate, context_starts, pad_lists, pad_rows, segments_of, spans_of, turn_numbers
 
 
 def whole_rollout(seed: int = 0, **options: Any) -> Rollout:
-    """A rollout in which every field is there and no dict is empty."""
+    """A rollout in which every field of tensors is there and no dict is empty."""
     rollout = ragged_rollout(seed=seed, **options)
     rows, width = rollout.response_ids.shape
     return rollout.replace(
@@ -73,8 +73,8 @@ def changed(example: Rollout, name: str, tensor: Tensor) -> Rollout:
 @each
 def test_the_example_has_every_field(example: Rollout) -> None:
     there = {name.partition("/")[0] for name, _ in example.tensors()}
-    assert there == {spec.name for spec in dataclasses.fields(example)}
-    assert {spec.axis for spec in fields_of(type(example))} <= {ROW, PROMPT, TOKEN}
+    ragged = {spec.name for spec in fields_of(type(example)) if spec.axis not in (ROW, PROMPT, TOKEN)}
+    assert (there | ragged, ragged) == ({spec.name for spec in dataclasses.fields(example)}, {"segments"})
 
 
 def test_every_output_of_the_forward_but_one_of_the_old_policy_is_a_field_of_the_view() -> None:
@@ -294,6 +294,40 @@ def test_a_state_with_a_former_name_of_a_field_loads() -> None:
     state = ragged_rollout().state()
     older = {name.replace("rewards_by_function", "task_rewards"): value for name, value in state.items()}
     assert older.keys() != state.keys() == Rollout.from_state(older).state().keys()
+
+
+NUMBERS = [[1, 1, -1, -1, 2, 0, 3], [1, 0, 2, 3], [0, 1], [], [1, -1, 2, -2, 3]]  # turns of tokens
+
+
+def with_turns() -> Rollout:
+    rows = Rollout.of_samples([[2]] * 5, [[3] * len(row) for row in NUMBERS], groups=range(5))
+    return rows.replace(segments=segments_of(pad_lists(NUMBERS, torch.int64)[0], rows.response_lengths))
+
+
+def test_turn_numbers_are_those_of_the_segments_of_a_row() -> None:
+    rows, order = with_turns(), torch.tensor([4, 0, 3])
+    assert rows.segments is not None
+    same(turn_numbers(rows), pad_lists(NUMBERS, torch.int64)[0])
+    assert rows.segments.of_row(0).tolist() == [[0, -1, 1], [2, -2, -1], [4, 1, 2], [5, 2, 0], [6, 3, 3]]
+    for other in (rows.select(order, width=6), concatenate([rows, rows.padding_rows(1)]).fit_width(6).select(order)):
+        same(turn_numbers(other), pad_lists([NUMBERS[row][:6] for row in order.tolist()], torch.int64)[0][:, :6])
+    assert context_starts(rows).nonzero().tolist() == [[0, 2], [4, 1], [4, 3]]
+    assert spans_of(rows, 1) == [(True, [3]), (True, [3]), (True, [3]), (True, [3])]
+
+
+def test_a_segment_without_tokens_has_a_turn() -> None:
+    values = torch.tensor([[0, -1, 1], [2, 0, 2], [2, 1, 0], [3, 2, 3]])
+    rows = Rollout.of_samples([[2]], [[5, 6, 7]], groups=[0]).replace(segments=Ragged(values, torch.tensor([4])))
+    assert turn_numbers(rows).tolist() == [[1, 1, 0]]
+    assert spans_of(rows, 0) == [(True, [5, 6]), (True, [7])]
+
+
+def test_a_state_with_turn_numbers_instead_of_segments_loads() -> None:
+    state, numbers = with_turns().state(), pad_lists(NUMBERS, torch.int64)[0]
+    older = {name: value for name, value in state.items() if "segments" not in name}
+    found = Rollout.from_state({**older, "token_extras/turns": numbers}).state()
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], value) for name, value in state.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

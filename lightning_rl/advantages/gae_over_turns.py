@@ -22,8 +22,8 @@ class GAEOverTurns(Estimator):
         \delta_k = \sum_{t \in \text{turn } k} r_t + \gamma V_{k+1} - V_k
 
     The value of a turn is the critic's value before its first token. Helps in conversations with tools or an
-    environment, where the decay per token would suppress rewards of later turns. Turn indices from 1 are in
-    ``token_extras["turns"]``, as environments write them; a response without them is one turn.
+    environment, where the decay per token would suppress rewards of later turns. Turns are those of the
+    rollout's ``segments``; a response without them is one turn.
 
     Source: Zhou et al. 2024 (ArCHer), arXiv:2402.19446, whose upper level takes an utterance for an action; Schulman et
     al. 2015, arXiv:1506.02438.

@@ -17,7 +17,7 @@ from lightning_rl.environments.run_environments import Factory
 from lightning_rl.generation import Completion
 from lightning_rl.policy import Outputs
 from lightning_rl.rewards import RewardCall
-from lightning_rl.rollout import TURNS, FinishReason, Rollout
+from lightning_rl.rollout import FinishReason, Rollout, turn_numbers
 from lightning_rl.testing.properties.definitions import population
 
 CONVERSATION, ENVIRONMENT_REWARD = REWARD_COLUMNS
@@ -99,7 +99,7 @@ def _conversations_of_round(
     if call is None:
         return
     samples, groups = rows.sample_ids.tolist(), rows.groups.tolist()
-    numbers = rows.token_extras[TURNS].cpu()
+    numbers = turn_numbers(rows).cpu()
     for place, (sample, group, finish) in enumerate(zip(samples, groups, rows.finish.tolist(), strict=True)):
         columns = {name: values[place] for name, values in call.columns.items()}
         yield AuditedConversation(
@@ -188,7 +188,7 @@ def words_logprob(
     first = torch.tensor([groups.index(group) for group in dict.fromkeys(groups)], dtype=torch.int64)
     rows = rollout.select(first.to(rollout.groups.device))
     inside = torch.arange(rows.width, device=rows.groups.device) < rows.response_lengths[:, None]
-    words = inside & ~rows.action_mask & (rows.token_extras[TURNS] >= 0)  # without rewritten contexts
+    words = inside & ~rows.action_mask & (turn_numbers(rows) >= 0)  # without rewritten contexts
     tokens = int((rows.prompt_lengths + rows.response_lengths).sum())
     if max(collectives.objects(tokens)) > MAX_TOKENS:
         return None

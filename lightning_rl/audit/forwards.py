@@ -18,7 +18,7 @@ from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import FrozenModel, Microbatch, Outputs, PolicyModel
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.policy.sampling_mask import from_bits
-from lightning_rl.rollout import SAMPLING_MASK, TURNS, Rollout
+from lightning_rl.rollout import SAMPLING_MASK, Rollout, turn_numbers
 from lightning_rl.testing.properties.copies import CopyError, copy_state
 
 PLAIN_ROWS, PLAIN_TOKENS, ENTRIES = 2, 48, 16
@@ -243,7 +243,7 @@ class _Context(NamedTuple):
 def _contexts(rows: Rollout) -> list[_Context]:
     """Return prompt with response of each row, and each rewritten context separately."""
     found = list[_Context]()
-    turns = rows.token_extras[TURNS].tolist() if TURNS in rows.token_extras else None
+    turns = None if rows.segments is None else turn_numbers(rows).tolist()
     for row, (prompt, length) in enumerate(
         zip(rows.prompt_lengths.tolist(), rows.response_lengths.tolist(), strict=True)
     ):

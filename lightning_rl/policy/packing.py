@@ -26,7 +26,7 @@ from transformers.masking_utils import sdpa_mask
 from lightning_rl.fields import spans
 from lightning_rl.policy.attention import AUTO, PackedSequences, Shared, attend
 from lightning_rl.policy.batch_invariance import INVARIANT_ATTENTION
-from lightning_rl.rollout import EXPERT_LOAD, TURNS, Rollout, context_starts
+from lightning_rl.rollout import EXPERT_LOAD, Rollout, context_starts
 from lightning_rl.utils.device import to_device
 
 PACKED_ATTENTION = "lightning_rl_packed"
@@ -211,12 +211,11 @@ def sequences_of(rows: Rollout) -> Sequences:
     Raises:
         ValueError: If a valid token begins a rewritten context.
     """
-    if TURNS not in rows.token_extras:
+    if rows.segments is None:
         lengths = rows.prompt_lengths + rows.response_lengths
         row = torch.arange(len(rows), device=lengths.device)
         return Sequences(row, torch.zeros_like(row), lengths)
-    inside = torch.arange(rows.width, device=rows.response_lengths.device) < rows.response_lengths[:, None]
-    starts = context_starts(rows) & inside  # padding may have any values
+    starts = context_starts(rows)
     if (rows.valid_tokens & starts).any():
         raise ValueError("expected a rewritten context to begin with tokens that were read, got a sampled token")
     row, column = functional.pad(starts, (1, 0), value=True).nonzero(as_tuple=True)

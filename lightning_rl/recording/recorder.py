@@ -25,7 +25,7 @@ from lightning_rl.policy.tensor_hash import fingerprint
 from lightning_rl.recording.recorded_algorithm import describe_algorithm, replayable
 from lightning_rl.recording.recording import Recording
 from lightning_rl.rewards import RewardCall
-from lightning_rl.rollout import TURNS, FinishReason, Rollout, spans_of
+from lightning_rl.rollout import FinishReason, Rollout, spans_of
 from lightning_rl.serialization import describe
 from lightning_rl.utils.arguments import check_counts
 from lightning_rl.utils.trainer import callbacks_of
@@ -249,7 +249,7 @@ class _RecordingDraft:
                 "response": text(rollout.response_ids[row, : rollout.response_lengths[row]]),
                 **(
                     {"turns": [[drawn, text(torch.tensor(ids))] for drawn, ids in spans_of(rollout, row)]}
-                    if TURNS in rollout.token_extras
+                    if rollout.segments is not None
                     else {}
                 ),
             }

@@ -20,7 +20,7 @@ from lightning_rl.corrections import OUTPUTS
 from lightning_rl.fields import fields_of
 from lightning_rl.recording import Recording
 from lightning_rl.reporting.attribution import Attribution, attribute
-from lightning_rl.rollout import TURNS, FinishReason, Rollout
+from lightning_rl.rollout import FinishReason, Rollout, turn_numbers
 
 LEVEL = 6  # of gzip: higher levels take longer and save little on floats
 PER_TOKEN = tuple(spec.name for spec in fields_of(Rollout) if spec.shown)
@@ -112,8 +112,8 @@ def _add_tokens(arrays: _Arrays, recording: Recording, attribution: Attribution,
     arrays.add("action", [rollout.action_mask[inside].to(torch.uint8)])
     arrays.add("valid", [rollout.valid_tokens[inside].to(torch.uint8)])
     arrays.add("version", [rollout.policy_version[inside].int()])
-    if TURNS in rollout.token_extras:
-        arrays.add("turn", [rollout.token_extras[TURNS][inside].to(torch.int16)])
+    if rollout.segments is not None:
+        arrays.add("turn", [turn_numbers(rollout)[inside].to(torch.int16)])
     own = torch.tensor([stages.index(stage) for stage in attribution.stages], dtype=torch.uint8)
     for number, taken in enumerate(attribution.taken):
         arrays.add(f"{number}/taken", [own[taken[inside].long()]])

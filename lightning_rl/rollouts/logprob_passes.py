@@ -10,7 +10,7 @@ from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.policy import FrozenModel, Plan, PolicyModel
 from lightning_rl.policy.load_balancing import load_of_steps, record_routers
 from lightning_rl.policy.model import FiniteOutputs
-from lightning_rl.rollout import EXPERT_LOAD, SUM_PI_SQUARED, TURNS, Rollout
+from lightning_rl.rollout import EXPERT_LOAD, SUM_PI_SQUARED, Rollout, turn_numbers
 from lightning_rl.signal.masked import GlobalSum, local_sum
 
 
@@ -85,7 +85,7 @@ def environment_logprob(rollout: Rollout, policy: PolicyModel, plan_of: Callable
     chosen = [rollout.groups.tolist().index(group) for group in dict.fromkeys(rollout.groups.tolist())]
     rows = rollout.select(torch.tensor(chosen, dtype=torch.int64))
     in_response = torch.arange(rows.width) < rows.response_lengths[:, None]
-    mask = in_response & (rows.token_extras[TURNS] == 0)  # neither sampled nor rewritten
+    mask = in_response & (turn_numbers(rows) == 0)  # neither sampled nor rewritten
     rows, logprobs = rows.replace(valid_tokens=mask, trained=rows.real), torch.zeros(mask.shape)
     device = next(policy.parameters()).device
     for microbatch in plan_of(rows, minibatches=1).to(device).microbatches():

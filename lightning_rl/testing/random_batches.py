@@ -7,7 +7,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TURNS, FinishReason, Rollout
+from lightning_rl.fields import Ragged
+from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, FinishReason, Rollout, segments_of
 
 MAX_LENGTH, PROMPTS, MAX_ROWS = 5, 3, 7
 
@@ -91,16 +92,18 @@ def rollout_of_rows(rows: Sequence[Row], seed: int = 0) -> Rollout:
         rewards_by_function={"task": rewards},
         rewarded=torch.tensor([row.rewarded for row in rows]) & trained,
         extras={GREEDY_SCORE: torch.randn(PROMPTS, generator=generator, dtype=torch.float64)[sampled.groups]},
-        token_extras={"teacher_logprobs": old + noise(0.3), **_of_conversations(sampled.action_mask, old)},
+        segments=_segments_of_runs(sampled),
+        token_extras={
+            "teacher_logprobs": old + noise(0.3),
+            SUM_PI_SQUARED: torch.where(old != 0, (2 * old).exp() * 1.25, 0.0),
+        },
     )
 
 
-def _of_conversations(sampled: Tensor, old: Tensor) -> dict[str, Tensor]:
-    """Return turn numbers for runs of sampled tokens, and sums of squared probabilities that fit the log-probabilities.
-
-    The context after a turn with an odd number counts as rewritten.
-    """
+def _segments_of_runs(rows: Rollout) -> Ragged:
+    """Return a segment for each run of sampled tokens; the context after a turn with an odd number is new."""
+    sampled = rows.action_mask
     starts = sampled & ~torch.nn.functional.pad(sampled, (1, 0))[:, :-1]
     number = starts.cumsum(-1)
     turns = torch.where(sampled, number, torch.where(number % 2 == 1, -number, 0))
-    return {TURNS: turns, SUM_PI_SQUARED: torch.where(old != 0, (2 * old).exp() * 1.25, 0.0)}
+    return segments_of(turns, rows.response_lengths)

@@ -15,7 +15,7 @@ from lightning_rl.audit.conversation_evidence import AuditedConversation, judged
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.generation import Completion, Request
-from lightning_rl.rollout import TURNS
+from lightning_rl.rollout import segments_of
 
 FACTS = RunFacts(max_turns=3, max_turn_tokens=4, max_new_tokens=10, max_length=20)
 
@@ -80,7 +80,9 @@ def with_words(evidence: Evidence, estimator: Estimator) -> Evidence:
     drawn = rollout.action_mask.clone()
     drawn[:, 2] = False
     turns = drawn.long() * (1 + (torch.arange(rollout.width) > 2))
-    rollout = rollout.replace(action_mask=drawn, valid_tokens=drawn, token_extras={TURNS: turns})
+    rollout = rollout.replace(
+        action_mask=drawn, valid_tokens=drawn, segments=segments_of(turns, rollout.response_lengths)
+    )
     algorithm = evidence.algorithm.replace(advantages=estimator)
     return replace(evidence, rollout=rollout, groups=rollout, rows=rollout, algorithm=algorithm)
 

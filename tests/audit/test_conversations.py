@@ -10,7 +10,7 @@ from lightning_rl import FinishReason, SamplingParams
 from lightning_rl.audit import CHECKS
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.generation import Completion, Request, request_seed, turn_seed
-from lightning_rl.rollout import TURN_REWARDS, TURNS
+from lightning_rl.rollout import TURN_REWARDS, segments_of
 
 
 def pairs_of(
@@ -47,7 +47,8 @@ def with_turns(evidence: Evidence) -> Evidence:
     """Return a rollout in which every token is a turn."""
     rows = evidence.rollout
     turns = torch.where(rows.action_mask, torch.arange(1, rows.width + 1), 0)
-    rows = rows.replace(token_extras={TURNS: turns, TURN_REWARDS: torch.zeros(turns.shape)})
+    segments = segments_of(turns, rows.response_lengths)
+    rows = rows.replace(segments=segments, token_extras={TURN_REWARDS: torch.zeros(turns.shape)})
     return replace(evidence, rollout=rows, groups=rows, rows=rows)
 
 

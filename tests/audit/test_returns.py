@@ -28,6 +28,7 @@ from lightning_rl.audit import CHECKS, SignalAudit, recheck
 from lightning_rl.audit.checks.return_checks import step_advantages, steps_of
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.callbacks import AdaptiveKL
+from lightning_rl.rollout import segments_of
 from lightning_rl.signal.discounted_returns import gae
 from lightning_rl.signal.masked import whiten
 
@@ -40,7 +41,8 @@ def trained_by(estimator: Estimator) -> Evidence:
         rollout.valid_tokens, torch.sin(1.0 + torch.arange(rollout.width) + rollout.sample_ids[:, None]), 0
     )
     turns = torch.where(rollout.action_mask, 1 + torch.arange(rollout.width) // 2, 0)
-    rollout = rollout.replace(values=values, advantages=None, token_extras={**rollout.token_extras, "turns": turns})
+    segments = segments_of(turns, rollout.response_lengths)
+    rollout = rollout.replace(values=values, advantages=None, segments=segments)
     evidence = replace(evidence, algorithm=evidence.algorithm.replace(advantages=estimator))
     rollout = evidence.signal(rollout)[0]
     return replace(evidence, rollout=rollout, groups=rollout, rows=rollout)

@@ -19,7 +19,7 @@ from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, Rollou
 from lightning_rl.advantages import GAEOverTurns
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty, RouterReplay, TruncatedIS
-from lightning_rl.rollout import TURNS, context_starts
+from lightning_rl.rollout import context_starts, segments_of, turn_numbers
 from lightning_rl.rollouts.sample import Sampler
 
 pytestmark = pytest.mark.filterwarnings(
@@ -109,7 +109,7 @@ def test_the_model_reads_each_context_on_its_own() -> None:
     module, seen = module_of(Forgetful), list[Rollout]()
     fit(module, data=data(), callbacks=[recorder(seen)("seen"), Looking()], max_steps=1, num_sanity_val_steps=0)
     rollout, policy = seen[0], tiny_policy(dtype=torch.float64)
-    old, turns, found = rollout.require("old_logprobs"), rollout.token_extras[TURNS], 0
+    old, turns, found = rollout.require("old_logprobs"), turn_numbers(rollout), 0
     for row, sample in enumerate(rollout.sample_ids.tolist()):
         for turn in range(int(turns[row].max())):
             request, completion = asked[sample, turn]
@@ -153,15 +153,13 @@ lay_out = Sampler._lay_out  # noqa: SLF001
 
 def lose_marks(*rows: Any, **options: Any) -> Rollout:
     rollout = lay_out(*rows, **options)
-    extras = rollout.token_extras
-    return rollout.replace(token_extras={**extras, TURNS: extras[TURNS].clamp(min=0)})
+    return rollout.replace(segments=segments_of(turn_numbers(rollout).clamp(min=0), rollout.response_lengths))
 
 
 def mark_too_late(*rows: Any, **options: Any) -> Rollout:
     rollout = lay_out(*rows, **options)
-    turns = rollout.token_extras[TURNS]
-    later = torch.where(context_starts(rollout), 0, turns)
-    return rollout.replace(token_extras={**rollout.token_extras, TURNS: later})
+    later = torch.where(context_starts(rollout), 0, turn_numbers(rollout))
+    return rollout.replace(segments=segments_of(later, rollout.response_lengths))
 
 
 def read_on(rollout: Rollout) -> Tensor:

@@ -24,7 +24,7 @@ from lightning_rl.environments.outcome import DEFAULT
 from lightning_rl.environments.run_environments import RowCheck
 from lightning_rl.generation import Completion, Request, TransformersEngine
 from lightning_rl.policy.sampling_mask import holds
-from lightning_rl.rollout import ROUTES, SAMPLING_MASK, TURN_REWARDS, TURNS
+from lightning_rl.rollout import ROUTES, SAMPLING_MASK, TURN_REWARDS, turn_numbers
 from lightning_rl.rollouts.sample import Sampler, solve_counts
 
 pytestmark = pytest.mark.filterwarnings(
@@ -49,7 +49,7 @@ def test_what_the_environment_says_is_read_and_never_trained() -> None:
     for rollout in rollouts_of(
         talking_module(minibatches_per_rollout=2), callbacks=[SignalAudit(every_n_rollouts=1, mode="raise")]
     ):
-        turns, actions = rollout.token_extras[TURNS], rollout.action_mask
+        turns, actions = turn_numbers(rollout), rollout.action_mask
         inside = torch.arange(rollout.width) < rollout.response_lengths[:, None]
         assert torch.equal(actions, turns > 0) and (inside & ~actions).any()
         assert torch.equal(rollout.valid_tokens, actions & rollout.trained[:, None])
@@ -76,7 +76,7 @@ def test_a_turn_earns_what_it_and_the_later_ones_were_given() -> None:
     options = {"advantages": ReinforcePlusPlus(turn_rewards=True), "minibatches_per_rollout": 2, "environment": Graded}
     audit = SignalAudit(every_n_rollouts=1, mode="raise")
     for rollout in rollouts_of(talking_module(**options), callbacks=[audit]):
-        turns, valid = rollout.token_extras[TURNS], rollout.valid_tokens
+        turns, valid = turn_numbers(rollout), rollout.valid_tokens
         earned = rollout.token_extras[TURN_REWARDS].double()
         given = torch.stack([(earned * (turns == number)).sum(-1) for number in range(1, 5)], -1)
         to_go = given.flip(-1).cumsum(-1).flip(-1).gather(1, (turns.clamp(min=1) - 1).long())[valid]
@@ -154,7 +154,7 @@ def test_engine_and_trainer_agree_over_six_turns(options: dict[str, Any]) -> Non
     audit = SignalAudit(every_n_rollouts=1, mode="raise")
     limits = {"max_turns": 6, "max_new_tokens": 14, "environment": Talkative, "minibatches_per_rollout": 2}
     seen = rollouts_of(talking_module(**limits, **options), callbacks=[*callbacks, audit])
-    assert len(seen) == 4 and max(int(rollout.token_extras[TURNS].max()) for rollout in seen) == 6
+    assert len(seen) == 4 and max(int(turn_numbers(rollout).max()) for rollout in seen) == 6
     for rollout in seen:
         actions = rollout.action_mask
         inside = torch.arange(rollout.width) < rollout.response_lengths[:, None]
@@ -192,7 +192,7 @@ def test_the_log_probability_of_environments_tokens_is_logged_with_any_mask(
         prompt = seen[0].prompt_ids[row, : seen[0].prompt_lengths[row]]
         ids = torch.cat([prompt, seen[0].response_ids[row, : seen[0].response_lengths[row]]])
         scores = policy(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        turns = seen[0].token_extras[TURNS][row, : seen[0].response_lengths[row]]
+        turns = turn_numbers(seen[0])[row, : seen[0].response_lengths[row]]
         logprobs += scores[len(prompt) - 1 :][turns == 0].tolist()
     assert seen[0].groups[::4].unique().numel() == 4 and len(logprobs) > 4
     assert module.run.metrics.values()["env/logprob"] == pytest.approx(sum(logprobs) / len(logprobs), abs=1e-5)
@@ -282,7 +282,7 @@ def test_one_environment_for_each_row_by_a_column() -> None:
     module = talking_module(environment={"echo": Echo, "quiet": Quiet})
     seen: list[Rollout] = []
     fit(module, data=PromptDataModule(rows, 4, shuffle=False), callbacks=[recorder(seen)("seen")])
-    turns = seen[0].token_extras[TURNS].amax(-1).reshape(4, -1)
+    turns = turn_numbers(seen[0]).amax(-1).reshape(4, -1)
     assert (turns[1::2] == 1).all() and (turns[::2] > 1).any()
 
 

@@ -19,7 +19,7 @@ from lightning_rl.environments import Action, BridgeError, Environment, ParserEr
 from lightning_rl.environments.run_environments import MEASURED, Environments
 from lightning_rl.environments.tools import schemas_of
 from lightning_rl.rewards.text import text_of, texts_of
-from lightning_rl.rollout import TURNS
+from lightning_rl.rollout import turn_numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:Found 1 environment:UserWarning")
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import a test
@@ -102,8 +102,8 @@ def test_a_fit_with_tools_goes_through_every_check_of_the_audit(options: dict[st
         module_of(tool_parser=call_once, rewards=lambda prompts, *_, **__: [1.0] * len(prompts), **options)
     )
     whole = rollout.finish == FinishReason.STOP
-    assert whole.any() and (rollout.token_extras[TURNS].amax(-1)[whole] == 3).all()
-    assert (rollout.token_extras[TURNS].amax(-1) >= 1).all()
+    assert whole.any() and (turn_numbers(rollout).amax(-1)[whole] == 3).all()
+    assert (turn_numbers(rollout).amax(-1) >= 1).all()
 
 
 def test_an_environment_that_never_ends_is_ended_and_needs_no_parser_without_tools() -> None:

@@ -12,7 +12,7 @@ from lightning_rl import FinishReason, Rollout
 from lightning_rl.environments import Conversation, TokenStep, Turn
 from lightning_rl.environments.driver import Opening
 from lightning_rl.generation import Completion, Request
-from lightning_rl.rollout import TOKEN, TURN_REWARDS, TURNS
+from lightning_rl.rollout import TOKEN, TURN_REWARDS, segments_of, turn_numbers
 from lightning_rl.signal.discounted_returns import gae
 
 
@@ -64,7 +64,7 @@ def shifted_mask(rollout: Rollout) -> Rollout:
 
 
 def without_last_turn(rollout: Rollout) -> Rollout:
-    turns = rollout.token_extras[TURNS]
+    turns = turn_numbers(rollout)
     last = turns.amax(-1, keepdim=True)
     return drawing(rollout, rollout.action_mask & ((turns < last) | (last == 1)))
 
@@ -88,7 +88,8 @@ def versions_everywhere(rollout: Rollout) -> Rollout:
 
 
 def one_turn_each(rollout: Rollout) -> Rollout:
-    return rollout.replace(token_extras={**rollout.token_extras, TURNS: rollout.token_extras[TURNS].clamp(max=1)})
+    joined = turn_numbers(rollout).clamp(max=1)
+    return rollout.replace(segments=segments_of(joined, rollout.response_lengths))
 
 
 def training_failed(rollout: Rollout) -> Rollout:
@@ -111,7 +112,7 @@ def shifted_logprobs(rollout: Rollout) -> Rollout:
 
 def rewards_behind_turns(rollout: Rollout) -> Rollout:
     def last_of_reply(row: int, drawn: Tensor) -> int:
-        turns = rollout.token_extras[TURNS][row]
+        turns = turn_numbers(rollout)[row]
         following = (turns > turns[drawn[-1]]).nonzero()[:, 0]
         return int(following[0] if len(following) else rollout.response_lengths[row]) - 1
 
@@ -120,7 +121,7 @@ def rewards_behind_turns(rollout: Rollout) -> Rollout:
 
 def moved_rewards(rollout: Rollout, place: Callable[[int, Tensor], int]) -> Rollout:
     """Return the rewards of turns at other places, from the row and the places of the turn's tokens."""
-    turns, rewards = rollout.token_extras[TURNS], rollout.token_extras[TURN_REWARDS]
+    turns, rewards = turn_numbers(rollout), rollout.token_extras[TURN_REWARDS]
     moved = torch.zeros_like(rewards)
     for row, numbers in enumerate(turns):
         for number in range(1, int(numbers.max()) + 1):

@@ -8,7 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_rl.environments import ConversationRow, Turn
-from lightning_rl.rollout import ROUTES, TURN_REWARDS, TURNS, FinishReason, Rollout, pad_lists, pad_rows
+from lightning_rl.fields import Ragged
+from lightning_rl.rollout import ROUTES, TURN_REWARDS, FinishReason, Rollout, pad_lists, pad_rows
 
 
 def lay_out(
@@ -52,7 +53,12 @@ def lay_out(
 
     extras = {name: _pad(rows, name, _token_extra) for name in sorted(recorded)}
     if turns:
-        extras |= {TURNS: numbers, TURN_REWARDS: spread(_turn_rewards(answers))}
+        extras |= {TURN_REWARDS: spread(_turn_rewards(answers))}
+        trees = [_tree(row) for row in rows]
+        values = torch.tensor(list(chain.from_iterable(trees)), dtype=torch.int64).reshape(-1, 3)
+        rollout = rollout.replace(
+            segments=Ragged(values, torch.tensor([len(tree) for tree in trees], dtype=torch.int64))
+        )
     return rollout.replace(
         action_mask=drawn,
         valid_tokens=drawn,
@@ -61,6 +67,18 @@ def lay_out(
         token_extras=extras,
         prompt_extras={name: _pad(rows, name, _prompt_extra) for name in sorted(recorded & {ROUTES})},
     )
+
+
+def _tree(row: ConversationRow) -> list[tuple[int, int, int]]:
+    """Position, parent and turn of each answer and of each reply."""
+    tree, begin, parent = list[tuple[int, int, int]](), 0, -1
+    for number, turn in enumerate(row.turns, 1):
+        tree.append((begin, parent, number))
+        begin, parent = begin + len(turn.completion.token_ids), len(tree) - 1
+        if turn.reply:
+            tree.append((begin, -2 if turn.rewrites else parent, -number if turn.rewrites else 0))
+            begin, parent = begin + len(turn.reply), len(tree) - 1
+    return tree
 
 
 def _pad(

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lightning_rl import Rollout
 from lightning_rl.policy import Layout, PolicyModel, pack
 from lightning_rl.policy.model import check_scoring
-from lightning_rl.rollout import TURNS, concatenate, pad_rows
+from lightning_rl.rollout import concatenate, pad_rows, segments_of
 
 exactly = torch.testing.assert_close
 each_family = pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "gemma3_text", "gemma4_text", "qwen3_moe"])
@@ -137,7 +137,7 @@ def with_contexts() -> Rollout:
     turns = pad_rows([torch.tensor(row) for row in NUMBERS], torch.int64)[0]
     actions = [[number > 0 for number in row] for row in NUMBERS]
     rows = Rollout.of_samples(PROMPTS, RESPONSES, groups=range(3), actions=actions, dtype=torch.float64)
-    return rows.replace(token_extras={TURNS: turns})
+    return rows.replace(segments=segments_of(turns, rows.response_lengths))
 
 
 APART = Rollout.of_samples(
@@ -198,7 +198,8 @@ def test_every_prediction_reads_its_own_context_and_nothing_else(
     actions = [[number > 0 for number in row] for row in numbers]
     rollout = Rollout.of_samples(prompts, responses, groups=groups, actions=actions)
     turns_of_tokens = pad_rows([torch.tensor(row) for row in numbers], torch.int64)[0]
-    layout = pack(rollout.replace(token_extras={TURNS: turns_of_tokens}), packed=packed)
+    segments = segments_of(turns_of_tokens, rollout.response_lengths)
+    layout = pack(rollout.replace(segments=segments), packed=packed)
     ids, positions = layout.input_ids.flatten(), layout.position_ids.flatten()
     contexts = [ids[place - int(position) : place + 1] for place, position in enumerate(positions)]
     if layout.shared is not None:
@@ -247,12 +248,6 @@ def test_a_prompt_with_other_extras_is_not_shared() -> None:
     extras = torch.tensor([[[1, 2], [3, 4]], [[1, 2], [3, 5]], [[1, 2], [3, 4]]])
     assert pack(rows).input_ids.tolist() == [[2, 3, 7]]
     assert pack(rows.replace(prompt_extras={"routes": extras})).input_ids.tolist() == [[2, 3, 7, 2, 3]]
-
-
-def test_what_stands_in_the_padding_of_turns_begins_no_context() -> None:
-    rows = with_contexts()
-    noise = torch.where(torch.arange(rows.width) < rows.response_lengths[:, None], rows.token_extras[TURNS], -7)
-    exactly(pack(rows.replace(token_extras={TURNS: noise})).input_ids, pack(rows).input_ids)
 
 
 def test_a_context_that_begins_with_a_drawn_token_is_refused() -> None:

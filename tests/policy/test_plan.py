@@ -12,7 +12,7 @@ from kit.support import ragged_rollout
 from lightning_rl import Rollout
 from lightning_rl.policy import Microbatch, Plan, make_plan
 from lightning_rl.policy.plan import plan_of_rows
-from lightning_rl.rollout import TURNS
+from lightning_rl.rollout import segments_of
 
 forms = pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 
@@ -48,7 +48,7 @@ def test_a_row_of_several_sequences_counts_each_of_them() -> None:
     turns = [[1, -1, -1, 2], [1, 1, 1, 1], [1, 1, 1, 1]]  # sequences of 2 and 3 tokens, and twice of 5
     actions = [[number > 0 for number in row] for row in turns]
     rollout = Rollout.of_samples([[2]] * 3, [[3, 4, 5, 6]] * 3, groups=range(3), actions=actions)
-    rollout = rollout.replace(token_extras={TURNS: torch.tensor(turns)})
+    rollout = rollout.replace(segments=segments_of(torch.tensor(turns), rollout.response_lengths))
     for packed, budget, expected in (
         (True, 15, [[0, 1, 2]]),
         (False, 15, [[0, 1], [2]]),  # three lines of five tokens each

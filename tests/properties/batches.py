@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from lightning_rl import FinishReason, LossView
 from lightning_rl.corrections import OUTPUTS
-from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TOKEN, TURNS, concatenate
+from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TOKEN, concatenate, segments_of, turn_numbers
 
 WIDEST = 6
 KINDS = ("ragged", "ragged", "holes", "holes", "full", "empty", "masked", "dropped", "padding")
@@ -52,6 +52,7 @@ def view_of_rows(given: Sequence[Row], seed: int = 0) -> LossView:
 
     rollout = torch.where(valid, -noise().abs() - 0.1, 0.0)
     old = rollout + noise(0.15)
+    turns = torch.where(action_mask, (action_mask & ~F.pad(action_mask, (1, 0))[:, :-1]).cumsum(-1), 0)
     truncated = real & torch.tensor([bits % 3 == 0 for _, bits, *_ in given])
     rewards = torch.randint(0, 3, (number,), generator=draw).double()
     greedy = torch.randn(4, generator=draw, dtype=torch.float64)[groups]
@@ -76,10 +77,10 @@ def view_of_rows(given: Sequence[Row], seed: int = 0) -> LossView:
         values=noise(0.5),
         advantages=noise(),
         returns=noise(),
+        segments=segments_of(turns, torch.tensor(lengths)),
         extras={GREEDY_SCORE: greedy},
         token_extras={
             "teacher_logprobs": old + noise(0.3),
-            TURNS: torch.where(action_mask, (action_mask & ~F.pad(action_mask, (1, 0))[:, :-1]).cumsum(-1), 0),
             SUM_PI_SQUARED: torch.where(valid, (2 * old).exp() * 1.25, 0.0),
         },
         logprobs=old + noise(0.25),
@@ -138,7 +139,9 @@ def inserted(view: LossView, place: int, number: int = 2) -> LossView:
         middle = tensor.new_full((len(tensor), number), 7.0 if tensor.is_floating_point() else pad)
         return torch.cat([tensor[:, :place], middle, tensor[:, place:]], 1)
 
-    return view.map(widen)
+    lengths = view.response_lengths + number * (view.response_lengths > place)
+    segments = segments_of(widen(turn_numbers(view), TOKEN, 0), lengths)
+    return view.map(widen).replace(response_lengths=lengths, segments=segments)
 
 
 def without_columns(tensor: Tensor, place: int, number: int = 2) -> Tensor:

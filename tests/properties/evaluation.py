@@ -13,7 +13,7 @@ from lightning_rl.advantages import RewardSignal
 from lightning_rl.callbacks import EntropyBonus
 from lightning_rl.corrections import OUTPUTS, Corrections
 from lightning_rl.corrections.stat import merge_moments
-from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TURNS
+from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, turn_numbers
 from lightning_rl.signal.masked import GlobalSum, local_sum
 from lightning_rl.signal.reductions import Reduction, token_mean
 from lightning_rl.signal.selection import GlobalConcat, local_values
@@ -137,7 +137,7 @@ def signal_of(rollout: Rollout, global_sum: GlobalSum = local_sum, **changes: An
         "valid_tokens": rollout.valid_tokens,
         "values": rollout.values,
         "greedy": rollout.extras[GREEDY_SCORE],
-        "turns": rollout.token_extras[TURNS],
+        "turns": turn_numbers(rollout),
         "old_logprobs": rollout.old_logprobs,
         "rollout_logprobs": rollout.rollout_logprobs,
         "sum_pi_squared": rollout.token_extras[SUM_PI_SQUARED],

@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_rl import FinishReason, PromptDataModule, Rollout
 from lightning_rl.audit import SignalAudit
 from lightning_rl.environments import Action, EnvironmentReward
+from lightning_rl.rollout import turn_numbers
 
 core: Any = pytest.importorskip("openenv.core")
 
@@ -202,6 +203,6 @@ def test_a_policy_trains_on_it_under_the_audit(workers: int) -> None:
     audit = SignalAudit(every_n_rollouts=1, mode="raise")
     trainer = fit(module, data=data, callbacks=[recorder(rollouts)("seen"), audit])
     assert trainer.global_step == len(rollouts) == 2
-    assert torch.cat([rollout.token_extras["turns"].amax(-1) for rollout in rollouts]).max() >= 3
+    assert torch.cat([turn_numbers(rollout).amax(-1) for rollout in rollouts]).max() >= 3
     assert set(torch.cat([rollout.rewards for rollout in rollouts]).tolist()) == {0.0, 1.0}
     assert FinishReason.FAILED not in torch.cat([rollout.finish for rollout in rollouts]).tolist()

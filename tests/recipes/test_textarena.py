@@ -13,6 +13,7 @@ from kit.support import fit, recorder
 from lightning_rl import FinishReason, Rollout
 from lightning_rl.audit import SignalAudit
 from lightning_rl.environments import Action, EnvironmentReward
+from lightning_rl.rollout import turn_numbers
 
 pytest.importorskip("textarena")
 GUESS = "GuessTheNumber-v0"
@@ -97,6 +98,6 @@ def test_a_policy_trains_on_a_game_under_the_audit(workers: int) -> None:
     audit = SignalAudit(every_n_rollouts=1, mode="raise")
     trainer = fit(module, data=games(), callbacks=[recorder(rollouts)("seen"), audit])
     assert trainer.global_step == len(rollouts) == 2
-    assert torch.cat([rollout.token_extras["turns"].amax(-1) for rollout in rollouts]).max() >= 3
+    assert torch.cat([turn_numbers(rollout).amax(-1) for rollout in rollouts]).max() >= 3
     assert torch.cat([rollout.rewards for rollout in rollouts]).unique().numel() > 1
     assert FinishReason.FAILED not in torch.cat([rollout.finish for rollout in rollouts]).tolist()

@@ -15,7 +15,7 @@ from lightning_rl.audit.sampling_statistics import Pair
 from lightning_rl.corrections import REWARDS
 from lightning_rl.environments.outcome import REWARD_COLUMNS
 from lightning_rl.generation import request_seed, turn_seed
-from lightning_rl.rollout import TOKEN, TURN_REWARDS, TURNS
+from lightning_rl.rollout import TOKEN, TURN_REWARDS, segments_of, turn_numbers
 from lightning_rl.testing.properties.check import check
 from lightning_rl.testing.properties.comparisons import Skip, differences
 from lightning_rl.testing.properties.definitions import figure_of
@@ -57,7 +57,7 @@ def turn_rewards(evidence: Evidence) -> Iterator[Finding | Skip]:
     rollout = evidence.rollout
     if TURN_REWARDS not in rollout.token_extras:
         return
-    values, numbers = rollout.token_extras[TURN_REWARDS], rollout.token_extras[TURNS]
+    values, numbers = rollout.token_extras[TURN_REWARDS], turn_numbers(rollout)
     last = (numbers > 0) & (numbers != numbers.roll(-1, -1))
     last[:, -1] |= numbers[:, -1] > 0
     astray = ((values != 0) & ~(last & rollout.action_mask)).any(-1)
@@ -105,13 +105,13 @@ def sample_weights(evidence: Evidence) -> Iterator[Finding | Skip]:
     steps of the estimator are turns or tokens.
     """
     groups, estimator = evidence.groups, evidence.algorithm.advantages
-    if TURNS not in groups.token_extras:
+    if groups.segments is None:
         return
     if estimator.per_token:
         yield Skip("the steps of the estimator are turns or tokens")
         return
-    turns = groups.token_extras[TURNS]
-    one = groups.replace(token_extras={**groups.token_extras, TURNS: (turns > 0).to(turns.dtype)})
+    joined = (turn_numbers(groups) > 0).long()
+    one = groups.replace(segments=segments_of(joined, groups.response_lengths))
     changed = differences(evidence.advantages_of(one), evidence.advantages, groups.sample_ids)
     yield from (replace(finding, observed="others with joined turns") for finding in changed)
     ids = groups.sample_ids.tolist()
@@ -245,14 +245,16 @@ def environment_logprob(evidence: Evidence) -> Iterator[Finding | Skip]:
 def silent_environments(evidence: Evidence) -> Iterator[Finding | Skip]:
     """Environment tokens are no time steps: advantages of sampled tokens are the same without them."""
     groups = evidence.groups
-    if TURNS not in groups.token_extras or not bool((groups.token_extras[TURNS] > 0).any()):
+    if groups.segments is None or not bool((groups.segments.values[:, 2] > 0).any()):
         return
     if evidence.contributions(*REWARDS):
         yield Skip("corrections that give rewards may read environment tokens")
         return
     order = (~groups.action_mask).to(torch.int8).argsort(dim=-1, stable=True)
     alone = groups.map(lambda tensor, axis, _: _along(tensor, order) if axis == TOKEN else tensor)
-    alone = alone.replace(response_lengths=groups.action_mask.sum(-1).to(groups.response_lengths.dtype))
+    lengths = groups.action_mask.sum(-1).to(groups.response_lengths.dtype)
+    segments = segments_of(_along(turn_numbers(groups), order), lengths)
+    alone = alone.replace(response_lengths=lengths, segments=segments)
     theirs = torch.zeros_like(evidence.advantages).scatter(1, order, evidence.advantages_of(alone))
     valid, atol = groups.valid_tokens, signal_rounding(groups, groups, evidence.advantages)
     ours, theirs = (torch.where(valid, one, 0.0) for one in (evidence.advantages, theirs))

@@ -19,7 +19,6 @@ from lightning_rl.audit.sampling_statistics import (
     turns_of,
 )
 from lightning_rl.audit.token_bets import WAGERS
-from lightning_rl.rollout import TURNS
 from lightning_rl.testing.properties.check import check
 from lightning_rl.testing.properties.comparisons import MIXED_UP, Skip
 from lightning_rl.utils.finding import Finding
@@ -150,7 +149,7 @@ def prompt_source(evidence: Evidence) -> Iterator[Finding | Skip]:
             evidence.reward_prompts,
         ),
     ]
-    if TURNS in rollout.token_extras:  # an environment may change the beginning
+    if rollout.segments is not None:  # an environment may change the beginning
         del sources[1:]
     for culprit, expected, prompts in sources:
         wrong = [sample for sample, ids in asked.items() if sample in prompts and prompts[sample] != ids]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_rl.advantages import GAE, Estimator, GAEOverTurns, LengthAdaptive, ReinforcePlusPlus, TraceDecay
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.rollout import TURNS
+from lightning_rl.rollout import turn_numbers
 from lightning_rl.testing.properties.check import check
 from lightning_rl.testing.properties.comparisons import Skip, differences, rounding
 from lightning_rl.utils.finding import Finding
@@ -116,11 +116,11 @@ def token_returns(evidence: Evidence) -> Iterator[Finding | Skip]:
 
 def _steps(evidence: Evidence) -> list[list[list[int]]]:
     """Return the time steps of the estimator: turns or tokens."""
-    valid, turns = evidence.groups.valid_tokens, evidence.groups.token_extras.get(TURNS)
+    groups, valid = evidence.groups, evidence.groups.valid_tokens
     tokens = torch.arange(valid.shape[1]).expand(valid.shape)
     if not isinstance(evidence.algorithm.advantages, GAEOverTurns):
         return steps_of(valid, tokens)
-    return steps_of(valid, torch.ones_like(tokens) if turns is None else turns)
+    return steps_of(valid, torch.ones_like(tokens) if groups.segments is None else turn_numbers(groups))
 
 
 def _decays(estimator: Estimator, steps: list[list[list[int]]]) -> tuple[list[float], list[float]]:

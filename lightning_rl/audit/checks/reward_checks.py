@@ -10,7 +10,7 @@ from lightning_rl.audit.sampling_statistics import turns_of
 from lightning_rl.corrections.rl_callback import ROW_REWARDS
 from lightning_rl.generation import Completion, Request
 from lightning_rl.rewards import RewardCall
-from lightning_rl.rollout import GREEDY_SCORE, TURNS
+from lightning_rl.rollout import GREEDY_SCORE
 from lightning_rl.testing.properties.check import check
 from lightning_rl.testing.properties.comparisons import Skip
 from lightning_rl.utils.finding import Finding
@@ -134,7 +134,7 @@ def _samples_of_others(evidence: Evidence, call: RewardCall, samples: Sequence[i
         if Counter(ids for _, ids in batch) == Counter(asked):
             return [sample for (sample, ids), other in zip(batch, asked, strict=True) if ids != other]
     drawn = {tuple(completion.token_ids) for batch in evidence.batches for _, completion in batch}
-    if samples or not drawn or TURNS in evidence.rollout.token_extras or drawn.issuperset(asked):
+    if samples or not drawn or evidence.rollout.segments is not None or drawn.issuperset(asked):
         return []
     return evidence.rollout.sample_ids.tolist()[: sum(ids not in drawn for ids in asked)]
 

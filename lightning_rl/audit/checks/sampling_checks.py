@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.sampling_statistics import Pair
-from lightning_rl.rollout import TURNS, FinishReason, Rollout
+from lightning_rl.rollout import FinishReason, Rollout, turn_numbers
 from lightning_rl.testing.properties.check import check
 from lightning_rl.testing.properties.comparisons import differences
 from lightning_rl.testing.properties.row_changes import repeats_itself
@@ -44,7 +44,7 @@ def trained_tokens(evidence: Evidence) -> Iterator[Finding]:
         elif all(completion.logprobs is not None for _, completion in turns):
             rows.append(row)
             logprobs += [completion.logprobs for _, completion in turns if completion.logprobs is not None]
-        if not _may_end(FinishReason(finishes[row]), turns[-1][1].finish, has_turns=TURNS in rollout.token_extras):
+        if not _may_end(FinishReason(finishes[row]), turns[-1][1].finish, has_turns=rollout.segments is not None):
             wrong["finish reason"].append(sample)
     if rollout.rollout_logprobs is not None and rows:
         places = rollout.action_mask[rows]
@@ -73,7 +73,7 @@ class _Tokens(NamedTuple):
     @classmethod
     def of(cls, rollout: Rollout) -> Self:
         """Return the fields of a rollout on the CPU."""
-        turns = rollout.token_extras.get(TURNS)
+        turns = None if rollout.segments is None else turn_numbers(rollout)
         return cls(
             rollout.prompt_ids.numpy(),
             rollout.response_ids.numpy(),

@@ -13,6 +13,7 @@ from lightning_rl import FinishReason, Rollout
 from lightning_rl.audit import SignalAudit
 from lightning_rl.environments import Action, EnvironmentReward
 from lightning_rl.environments.adapters import GymEnvironment
+from lightning_rl.rollout import turn_numbers
 
 SAID = [{"role": "user", "content": "higher"}]
 
@@ -105,6 +106,6 @@ def test_a_policy_trains_on_it_under_the_audit() -> None:
     audit = SignalAudit(every_n_rollouts=1, mode="raise")
     trainer = fit(module, data=games(), callbacks=[recorder(rollouts)("seen"), audit])
     assert trainer.global_step == len(rollouts) == 2
-    numbers = torch.cat([rollout.token_extras["turns"].amax(-1) for rollout in rollouts])
+    numbers = torch.cat([turn_numbers(rollout).amax(-1) for rollout in rollouts])
     assert numbers.max() >= 3 and {0.0, 1.0} == set(torch.cat([rollout.rewards for rollout in rollouts]).tolist())
     assert FinishReason.FAILED not in torch.cat([rollout.finish for rollout in rollouts]).tolist()
