@@ -17,7 +17,16 @@ from lightning_rl.callbacks import ReferenceKL
 
 pytestmark = pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback")
 
-MODULE = ["policy", "models", "models.reference", "engine", "rewards", "evaluator", "run", "run.prefetcher"]
+MODULE = [
+    "policy",
+    "models",
+    "models.reference",
+    "options.engine",
+    "options.rewards",
+    "evaluator",
+    "run",
+    "run.prefetcher",
+]
 TRAINER = ["fault_tolerance", "parallel", "run.data"]
 STAGE = ["algorithm", "run.corrections", "run.needs", "run.environments", "run.configuration"]
 FIT = ["run.metrics", "run.times", "run.optimizer"]
