@@ -1,7 +1,7 @@
 """BaseModule: parts of a run, and the hooks around its training: setup, checkpoints, engine, evaluation, export."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,22 +24,19 @@ from lightning_rl.configuration import BESIDE, configuration
 from lightning_rl.corrections import Corrections, RLCallback
 from lightning_rl.data import PromptDataModule, StepIndex, StepLoader, data_module_of, find_data_module
 from lightning_rl.distributed import Parallel, parallel_of, process_count, unwrapped_name
-from lightning_rl.environments.outcome import REWARD_COLUMNS
-from lightning_rl.environments.run_environments import RowCheck
 from lightning_rl.evaluation.evaluation import evaluations_of
 from lightning_rl.evaluation.evaluator import PREDICT, TEST, VAL, Evaluator
 from lightning_rl.evaluation.generate import generate, sampling_for
 from lightning_rl.evaluation.loader import EvaluationBatch, EvaluationLoader
-from lightning_rl.evaluation.questions import Questions, with_eos
+from lightning_rl.evaluation.questions import with_eos
 from lightning_rl.evaluation.records import Record
 from lightning_rl.generation import SamplingParams
 from lightning_rl.generation.weights.weight_sync import WeightSync
 from lightning_rl.losses import ValueLoss
-from lightning_rl.monitors import RunNames, check_monitors, check_names, logs_itself, warn_without_validation
+from lightning_rl.monitors import check_monitors, check_names, logs_itself, warn_without_validation
 from lightning_rl.options import Options
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.activation_checkpointing import Checkpointing
-from lightning_rl.policy.build import max_prompt_length
 from lightning_rl.policy.run_models import RunModels
 from lightning_rl.processes.timeouts import CLOCK
 from lightning_rl.rewards.reward_failures import FOLDER
@@ -51,15 +48,14 @@ from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.rollouts.state import RunState, trainer_state
 from lightning_rl.rollouts.step_metrics import StepMetrics
 from lightning_rl.rollouts.zero_gradient import StopOnZeroGradient
-from lightning_rl.run_checks import check_run, needed_extras
+from lightning_rl.run_checks import check_run, needed_extras, run_names
+from lightning_rl.run_prompts import encode_prompts, is_chat
 from lightning_rl.serialization import describe
 from lightning_rl.utils.inspection import refuse_inspection
 from lightning_rl.utils.library_hooks import check_overrides
 from lightning_rl.utils.stop_iteration import refuse_stop_iteration
 from lightning_rl.utils.template_date import TODAY, now, writes_date
 from lightning_rl.utils.trainer import add_first, add_missing, callbacks_of, disable_bar, log_folder
-
-PROMPTS_CHECKED = 32
 
 
 class BaseModule(LightningModule):
@@ -218,7 +214,8 @@ class BaseModule(LightningModule):
             self.options.rewards.check_weights()
             self.evaluator.limit_validation(self.trainer, self.data_module)
             known, validates = not logs_itself(self.trainer, self), bool(self.trainer.limit_val_batches)
-            check_monitors(self.trainer, self._run_names(), known=known, validates=validates)
+            names = run_names(self.options, corrections, validation=bool(self.data_module.validation))
+            check_monitors(self.trainer, names, known=known, validates=validates)
         self.run.failed_folder = log_folder(self.trainer) / FOLDER
         if (data := find_data_module(self.trainer)) is not None:
             data.use_tokenizer(self.options.tokenizer)
@@ -242,65 +239,13 @@ class BaseModule(LightningModule):
                 reference=self.run.needs.ref_logprobs,
                 data=None if data is None else data.fingerprint,
             )
-            self._encode_prompts(self.policy, data)
+            self._encode_prompts()
             self._build_environments(data)
 
-    def _run_names(self) -> RunNames:
-        """Return the names of which the metrics of a fit consist."""
-        evaluations = [one for one in self.evaluator.evaluations if "val" in one.stages]
-        parts = {
-            "environment": self.environment_factories,
-            "critic": self.options.critic,
-            "max_staleness": self.options.max_staleness,
-            "validation": self.data_module.validation,
-        }
-        return RunNames(
-            placeholders={
-                "<function>": self.options.rewards.sources,
-                "<callback>": [callback.name for callback in self.run.corrections.callbacks],
-                "<name>": [evaluation.name for evaluation in evaluations],
-            },
-            lacking=[name for name, part in parts.items() if not part],
-            shares=[f"val/{one.name}/{share}" for one in evaluations for share in one.shares],
-            unlogged=self.run.corrections.unlogged_metrics(),
-            rising=[name for name, (_, weight) in self.options.rewards.sources.items() if weight > 0],
-        )
-
-    def _encode_prompts(self, policy: PolicyModel, data: PromptDataModule | None) -> None:
-        """Encode the prompts of training and evaluation, and check that they fit the policy."""
-        sampling = self.run.sampling = with_eos(self.options.sampling, policy.model, self.options.tokenizer)
-        check = RowCheck(tuple(self.environment_factories)) if self.environment_factories else None
-        if data is not None:
-            longest = max_prompt_length(policy.model, sampling.max_new_tokens)
-            data.connect(self.options.tokenizer, longest, policy.vocabulary, check)
-            for model in (policy, self.models.reference):
-                if model is not None:
-                    model.check_windows(data.max_prompt_length() + sampling.max_new_tokens)
-        options: dict[str, Any] = {"sampling": sampling, "rewards": self.options.rewards, "check": check}
-        evaluated = self.evaluator.encode(policy.model, self.options.tokenizer, **options)
-        for one in (sampling, *(questions.sampling for questions in evaluated)):
-            setup_checks.check_eos(frozenset(one.eos_token_ids or ()), policy.vocabulary)
-        used = [(sampling, data.first(), data.template_options)] if data is not None else []
-        used += [(questions.sampling, next(iter(questions.prompts), None), {}) for questions in evaluated]
-        setup_checks.warn_of_eos(self.options.tokenizer, used)
-        self._check_columns(data, evaluated)
-        if data is not None:
-            setup_checks.warn_of_prompts(data.prompts.examples(PROMPTS_CHECKED), self.options.tokenizer, sampling)
-
-    def _check_columns(self, data: PromptDataModule | None, evaluated: Sequence[Questions]) -> None:
-        """Check that the prompts of the stage, which are encoded, have the columns that the rewards read."""
-        stage, environments = self.trainer.state.fn, REWARD_COLUMNS if self.environment_factories else ()
-        used = [(f"evaluation {one.name}: ", one.rewards, one.columns) for one in evaluated]
-        if data is not None and data.validation is not None:
-            used.append(("validation=: ", self.options.rewards, data.validation.columns))
-        used = [] if stage == TrainerFn.PREDICTING else used
-        if data is not None and stage == TrainerFn.FITTING:
-            used.append(("", self.options.rewards, data.prompts.columns))
-        for where, rewards, columns in used:
-            try:
-                rewards.check_columns((*columns, *environments))
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"{where}{error}") from error
+    def _encode_prompts(self) -> None:
+        """Encode the prompts of training and evaluation, and check that they fit the policy and the rewards."""
+        data, models = find_data_module(self._trainer), (self.required_policy, self.models.reference)
+        self.run.sampling = encode_prompts(self.options, self.evaluator, data, *models, self.trainer.state.fn)
 
     def _build_environments(self, data: PromptDataModule | None) -> None:
         """Build the environments for the policy; with data, check that its prompts and the chat template fit them."""
@@ -334,7 +279,7 @@ class BaseModule(LightningModule):
             lines = [
                 f"{name} of rollout {number}, {text}" for name, text in first_sample(rollout, self.options.tokenizer)
             ]
-            uses_template = self.run.environments is not None or setup_checks.is_chat(self.data_module.first())
+            uses_template = self.run.environments is not None or is_chat(self.data_module.first())
             if uses_template and writes_date(self.options.tokenizer):
                 lines.append(f"the chat template writes the date of {TODAY.text('%Y-%m-%d')}, which checkpoints keep")
             self.shows_sample = False
@@ -399,7 +344,7 @@ class BaseModule(LightningModule):
         self.models.stepped = True
         if (moment := state.get("template_date")) is not None and writes_date(self.options.tokenizer):
             TODAY.moment = moment
-            self._encode_prompts(self.required_policy, self.data_module)
+            self._encode_prompts()
         self.run.load(state, self.parallel, self.models.reference, self.fault_tolerance.allow_config_changes)
         self.options.engine.load_state_dict(state["engines"][self.parallel.rank] if "engines" in state else {})
         changed = [path.partition(".")[2] for path, _, _ in self.run.changes if path.startswith("corrections.")]

@@ -25,6 +25,7 @@ from lightning_rl.evaluation.evaluation import evaluations_of
 from lightning_rl.generation import Engine, SamplingParams
 from lightning_rl.generation.sampling_params import filter_problems
 from lightning_rl.losses import LOSSES, PolicyLoss
+from lightning_rl.monitors import RunNames
 from lightning_rl.options import Options
 from lightning_rl.policy import ModelOptions
 from lightning_rl.policy.attention import choose_attention, hardware_of
@@ -74,6 +75,23 @@ def needed_extras(corrections: Corrections, sampling: SamplingParams) -> dict[st
     if sampling.filters:
         needed[SAMPLING_MASK] = f"top_k={sampling.top_k}, top_p={sampling.top_p}, min_p={sampling.min_p}"
     return needed
+
+
+def run_names(options: Options, corrections: Corrections, *, validation: bool) -> RunNames:
+    """Return the names of which the metrics of a fit consist."""
+    evaluations = [one for one in evaluations_of(options.evaluation) if "val" in one.stages]
+    parts = {name: options[name] for name in ("environment", "critic", "max_staleness")}
+    return RunNames(
+        placeholders={
+            "<function>": options.rewards.sources,
+            "<callback>": [callback.name for callback in corrections.callbacks],
+            "<name>": [evaluation.name for evaluation in evaluations],
+        },
+        lacking=[name for name, part in {**parts, "validation": validation}.items() if not part],
+        shares=[f"val/{one.name}/{share}" for one in evaluations for share in one.shares],
+        unlogged=corrections.unlogged_metrics(),
+        rising=[name for name, (_, weight) in options.rewards.sources.items() if weight > 0],
+    )
 
 
 def check_kernels(model: ModelOptions, parallel: Parallel) -> Problems:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -21,7 +20,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.advantages import ESTIMATORS, resolve_advantages
 from lightning_rl.checkpointing.optimizer_options import (
@@ -31,9 +29,6 @@ from lightning_rl.checkpointing.optimizer_options import (
     rates,
     schedule_end,
 )
-from lightning_rl.data import Prompt
-from lightning_rl.data.prompt_checks import prompt_findings
-from lightning_rl.data.row_schema import is_token_ids
 from lightning_rl.distributed import parallel_of
 from lightning_rl.environments import Conversations, EnvironmentReward
 from lightning_rl.generation import Engine, SamplingParams, TransformersEngine
@@ -46,12 +41,10 @@ from lightning_rl.rewards import Rewards
 from lightning_rl.serialization import import_by_name
 from lightning_rl.signal.reductions import REDUCTIONS, resolve_reduction
 from lightning_rl.utils.arguments import check_counts, check_numbers, check_signature
-from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.naming import check_hooks, name_of
 from lightning_rl.utils.places import MODULE, check_place
 from lightning_rl.utils.trainer import callbacks_of
 
-ANSWER = "quux"  # a text that no template writes
 NAMES: dict[str, Collection[str]] = {"advantages": ESTIMATORS, "loss": LOSSES, "reduction": REDUCTIONS}
 SIGNATURES: dict[str, Sequence[str]] = {
     "advantages": ("scores", "groups", "rewarded"),
@@ -424,108 +417,6 @@ def _build_optimizer(builder: OptimizerBuilder, groups: list[dict[str, Any]]) ->
             f"{type(optimizer).__name__}, whose step calls a closure for the loss several times: use AdamW or SGD"
         )
     return optimizer
-
-
-def check_eos(eos_token_ids: Iterable[int], vocabulary: int) -> None:
-    """Raise ValueError for EOS ids outside the policy's vocabulary."""
-    outside = sorted(i for i in eos_token_ids if not 0 <= i < vocabulary)
-    if outside:
-        raise ValueError(
-            f"expected eos_token_ids in [0, {vocabulary}), the policy's vocabulary, got {outside}: pass "
-            "eos_token_ids= of this policy, or its tokenizer"
-        )
-
-
-def wrong_eos(
-    sampling: SamplingParams,
-    tokenizer: PreTrainedTokenizerBase | None,
-    prompt: Prompt | None = None,
-    options: Mapping[str, Any] = MappingProxyType({}),
-) -> Finding | None:
-    """Return a finding if the token that the chat template writes after an answer does not end a response, or is none.
-
-    Args:
-        sampling: Sampling parameters with EOS ids.
-        tokenizer: Tokenizer of the policy.
-        prompt: A prompt of the run, or None for chats; nothing is found for plain text, which uses no template.
-        options: Further arguments of the chat template.
-    """
-    ids = list(sampling.eos_token_ids or ())
-    after = None if tokenizer is None else text_after_answer(tokenizer, options)
-    if tokenizer is None or after is None or any(stop in after for stop in sampling.stop):
-        return None
-    ending = answer_end(tokenizer, after)
-    if ending in ids or not is_chat(prompt, ending):
-        return None
-    if ending is None:
-        between = text_after_answer(tokenizer, options, [{"role": "user", "content": "two"}]) or ""
-        written: Any = tokenizer(between, add_special_tokens=False)["input_ids"]
-        if set(written) & set(ids):  # as the marker of the next role, which ends answers of GLM
-            return None
-        return Finding(
-            check="eos",
-            observed="the chat template ends an answer with no token that ends a response: the policy has not seen an "
-            "EOS there, so answers may continue to max_new_tokens",
-            cure="a tokenizer.chat_template that writes the EOS after an answer, or a stop string",
-            severity="warning",
-        )
-    name = f"{ending} ({tokenizer.convert_ids_to_tokens(ending)})"
-    return Finding(
-        check="eos",
-        observed=f"the chat template ends an answer with {name}, which does not end a response: answers continue to "
-        "max_new_tokens",
-        cure=f"eos_token_ids={[*ids, ending]}",
-        severity="error",
-    )
-
-
-def warn_of_eos(
-    tokenizer: PreTrainedTokenizerBase | None,
-    samplings: Iterable[tuple[SamplingParams, Prompt | None, Mapping[str, Any]]],
-) -> None:
-    """Warn once of each :func:`wrong_eos` of sampling parameters with a prompt and options of the chat template."""
-    faults = (wrong_eos(sampling, tokenizer, prompt, options) for sampling, prompt, options in samplings)
-    for observed, cure in dict.fromkeys((fault.observed, fault.cure) for fault in faults if fault is not None):
-        rank_zero_warn(f"{observed}; pass " + (f"sampling=SamplingParams({cure}, ...)" if "=" in cure else cure))
-
-
-def warn_of_prompts(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None, sampling: SamplingParams
-) -> None:
-    """Warn of each kind of :func:`prompt_findings` once."""
-    for fault in prompt_findings(prompts, tokenizer, sampling.eos_token_ids or ()):
-        rank_zero_warn(f"{fault.observed}; {fault.cure}")
-
-
-def text_after_answer(
-    tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], messages: Sequence[Any] = ()
-) -> str | None:
-    """Return the text that the chat template writes after an answer, with messages; None if it writes no answer."""
-    if not tokenizer.chat_template:
-        return None
-    history: Any = [{"role": "user", "content": "one"}, {"role": "assistant", "content": ANSWER}, *messages]
-    try:
-        text = str(tokenizer.apply_chat_template(history, tokenize=False, **options))
-    except Exception:  # noqa: BLE001  a template may raise anything
-        return None
-    _, answer, after = text.rpartition(ANSWER)
-    return after if answer else None
-
-
-def answer_end(tokenizer: PreTrainedTokenizerBase, after: str) -> int | None:
-    """Return the first special token of the text after an answer; None if there is none."""
-    written: Any = tokenizer(after, add_special_tokens=False)["input_ids"]
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    return next((token for token in written if token in special), None)
-
-
-def is_chat(prompt: Prompt | None, ending: int | None = None) -> bool:
-    """Return True for chat messages or None, and for a prompt with the token after which a template ends messages."""
-    return (
-        prompt is None
-        or not (isinstance(prompt.content, str) or is_token_ids(prompt.content))
-        or ending in prompt.token_ids
-    )
 
 
 def check_changes(names: Iterable[str], known: Iterable[str]) -> None:

@@ -18,7 +18,7 @@ from lightning_rl.environments.chat_template import KINDS, Bridge, BridgeError
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy.text_model import modules_behind
 from lightning_rl.run_checks import size_cure
-from lightning_rl.setup_checks import is_chat, wrong_eos
+from lightning_rl.run_prompts import is_chat, wrong_eos
 from lightning_rl.utils.decoding import hidden_tokens
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.template_date import TODAY, writes_date
