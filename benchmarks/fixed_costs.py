@@ -93,8 +93,8 @@ class RolloutSeconds(RLLightningModule):
         wall, cpu = time.perf_counter(), time.process_time()
         super().on_train_batch_start(batch, batch_idx)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        if isinstance(self.engine, ScriptedEngine):
-            self.seconds.add(wall - self.engine.taken.wall[-1], cpu - self.engine.taken.cpu[-1])
+        if isinstance(engine := self.options.engine, ScriptedEngine):
+            self.seconds.add(wall - engine.taken.wall[-1], cpu - engine.taken.cpu[-1])
 
 
 def trainer_with(callbacks: Sequence[Callback]) -> Trainer:

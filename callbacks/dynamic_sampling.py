@@ -53,7 +53,7 @@ class DynamicSampling(RLCallback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            rewards = cast(RLLightningModule, pl_module).rewards
+            rewards = cast(RLLightningModule, pl_module).options.rewards
             check_correct_by(rewards, self.correct_by, type(self).__name__, signed=False)
 
     @override

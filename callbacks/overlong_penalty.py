@@ -51,7 +51,7 @@ class OverlongPenalty(RLCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        limit = cast(RLLightningModule, pl_module).sampling.max_new_tokens
+        limit = cast(RLLightningModule, pl_module).options.sampling.max_new_tokens
         if self.max_length > limit:
             raise ValueError(
                 f"expected max_length of OverlongPenalty to be at most max_new_tokens={limit}, got {self.max_length}: "

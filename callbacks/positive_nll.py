@@ -74,9 +74,9 @@ class PositiveNLL(RLCallback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         module = cast(RLLightningModule, pl_module)
-        self.minibatches_per_rollout = module.minibatches_per_rollout
+        self.minibatches_per_rollout = module.options.minibatches_per_rollout
         if stage == "fit":
-            check_correct_by(module.rewards, self.correct_by, type(self).__name__)
+            check_correct_by(module.options.rewards, self.correct_by, type(self).__name__)
 
     @override
     def provide(self, rollout: Rollout) -> Mapping[str, Tensor]:

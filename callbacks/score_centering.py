@@ -77,7 +77,7 @@ class ScoreCentering(RLCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        cast(RLLightningModule, pl_module).engine.top_logprobs = self.k
+        cast(RLLightningModule, pl_module).options.engine.top_logprobs = self.k
 
     @override
     def loss_term(self, view: LossView) -> LossTerm:

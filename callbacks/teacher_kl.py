@@ -91,14 +91,14 @@ class TeacherKL(FrozenKL):
         with precision.module_init_context():
             self._teacher = Teacher(
                 self.teacher,
-                temperature=pl_module.sampling.temperature,
+                temperature=pl_module.options.sampling.temperature,
                 max_tokens_per_microbatch=lambda: pl_module.run.max_tokens_per_microbatch,
                 packed=pl_module.models.options.packing,
                 precise=precision.forward_context,
                 policy=pl_module.policy,
             )
         precision.convert_module(self._teacher.scorer.scoring)  # in place
-        longest = pl_module.data_module.max_prompt_length() + pl_module.sampling.max_new_tokens
+        longest = pl_module.data_module.max_prompt_length() + pl_module.options.sampling.max_new_tokens
         self._teacher.scorer.check_windows(longest)
 
     @override

@@ -9,9 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lightning_rl.advantages import Estimator
-from lightning_rl.corrections import Corrections, LossView, Stat
+from lightning_rl.corrections import Corrections, LossView, Stat, outputs_from
 from lightning_rl.corrections.stat import disjoint
 from lightning_rl.losses import PolicyLoss, ValueLoss
+from lightning_rl.rollout import EXPERT_LOAD, SUM_PI_SQUARED
 from lightning_rl.signal.importance_ratios import policy_ratio
 from lightning_rl.signal.kl import k1, k3
 from lightning_rl.signal.masked import masked_fill_invalid
@@ -112,6 +113,42 @@ class Algorithm:
             expected, got = list(seen.valid_tokens.shape), list(raw.shape) if isinstance(raw, Tensor) else repr(raw)
             raise ValueError(f"expected {who} to return a value per token {expected}, got {got}")
         return raw
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """Optional fields that are read, so the passes that have to run.
+
+    Attributes:
+        rollout_logprobs: Log-probabilities of the engine, in every rollout.
+        old_logprobs: Log-probabilities of the policy before the first step, by a pass.
+        rollout_as_old: They are those of the rollout, bit for bit, so that no pass is needed.
+        ref_logprobs: Log-probabilities of the reference.
+        sum_pi_squared: Sum of the squared probabilities of the vocabulary.
+        expert_load: Share of tokens of each expert in each optimizer step.
+    """
+
+    rollout_logprobs: bool = False
+    old_logprobs: bool = False
+    rollout_as_old: bool = False
+    ref_logprobs: bool = False
+    sum_pi_squared: bool = False
+    expert_load: bool = False
+
+
+def needs(algorithm: Algorithm, *, steps_per_rollout: int, rollout_as_old: bool = False) -> Needs:
+    """Return the passes over a rollout that have to run."""
+    callbacks, estimated = algorithm.corrections.callbacks, set(algorithm.advantages.reads)
+    early = estimated.union(*(callback.reads for callback in callbacks))
+    read = early.union(algorithm.loss.reads, *(callback.reads_at_loss for callback in callbacks))
+    return Needs(
+        rollout_logprobs=rollout_as_old or "rollout_logprobs" in read,
+        old_logprobs=not rollout_as_old and (steps_per_rollout > 1 or "old_logprobs" in early),
+        rollout_as_old=rollout_as_old,
+        ref_logprobs="ref_logprobs" in read,
+        sum_pi_squared=f"token_extras/{SUM_PI_SQUARED}" in early,
+        expert_load=bool(outputs_from(EXPERT_LOAD) & read),
+    )
 
 
 def policy_metrics(view: LossView) -> dict[str, Stat]:

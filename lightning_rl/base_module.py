@@ -1,7 +1,7 @@
 """BaseModule: parts of a run, and the hooks around its training: setup, checkpoints, engine, evaluation, export."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,35 +15,30 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.parsing import AttributeDict
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_rl import setup_checks
-from lightning_rl.algorithm import Algorithm
+from lightning_rl.algorithm import Algorithm, needs
 from lightning_rl.checkpointing import FaultTolerance, LostCodeError, OptimizerChange, restore_module, write_pretrained
 from lightning_rl.configuration import BESIDE, configuration
 from lightning_rl.corrections import Corrections, RLCallback
 from lightning_rl.data import PromptDataModule, StepIndex, StepLoader, data_module_of, find_data_module
 from lightning_rl.distributed import Parallel, parallel_of, process_count, unwrapped_name
-from lightning_rl.environments import Conversations
-from lightning_rl.environments.outcome import REWARD_COLUMNS
-from lightning_rl.environments.run_environments import RowCheck
 from lightning_rl.evaluation.evaluation import evaluations_of
 from lightning_rl.evaluation.evaluator import PREDICT, TEST, VAL, Evaluator
 from lightning_rl.evaluation.generate import generate, sampling_for
 from lightning_rl.evaluation.loader import EvaluationBatch, EvaluationLoader
-from lightning_rl.evaluation.questions import Questions, with_eos
+from lightning_rl.evaluation.questions import with_eos
 from lightning_rl.evaluation.records import Record
-from lightning_rl.generation import Engine, SamplingParams
+from lightning_rl.generation import SamplingParams
 from lightning_rl.generation.weights.weight_sync import WeightSync
-from lightning_rl.losses import Critic, ValueLoss
-from lightning_rl.monitors import RunNames, check_monitors, check_names, logs_itself, warn_without_validation
+from lightning_rl.losses import ValueLoss
+from lightning_rl.monitors import check_monitors, check_names, logs_itself, warn_without_validation
+from lightning_rl.options import Options
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.activation_checkpointing import Checkpointing
-from lightning_rl.policy.build import max_prompt_length
 from lightning_rl.policy.run_models import RunModels
 from lightning_rl.processes.timeouts import CLOCK
-from lightning_rl.rewards import Rewards
 from lightning_rl.rewards.reward_failures import FOLDER
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.first_sample import first_sample
@@ -53,7 +48,8 @@ from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.rollouts.state import RunState, trainer_state
 from lightning_rl.rollouts.step_metrics import StepMetrics
 from lightning_rl.rollouts.zero_gradient import StopOnZeroGradient
-from lightning_rl.run_spec import RunSpec, check_run, needed_extras, needs
+from lightning_rl.run_checks import check_run, needed_extras, run_names
+from lightning_rl.run_prompts import encode_prompts, is_chat
 from lightning_rl.serialization import describe
 from lightning_rl.utils.inspection import refuse_inspection
 from lightning_rl.utils.library_hooks import check_overrides
@@ -61,45 +57,32 @@ from lightning_rl.utils.stop_iteration import refuse_stop_iteration
 from lightning_rl.utils.template_date import TODAY, now, writes_date
 from lightning_rl.utils.trainer import add_first, add_missing, callbacks_of, disable_bar, log_folder
 
-PROMPTS_CHECKED = 32
-
 
 class BaseModule(LightningModule):
     """Parts of a run, and every hook except those that generate rollouts and train on them.
 
     Args:
-        arguments: Arguments of the constructor of :class:`RLLightningModule` by name, and ``self``.
+        options: Arguments of the constructor of :class:`RLLightningModule`.
     """
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, options: Options) -> None:
         super().__init__()
         check_overrides(self)
-        given = {name: value for name, value in arguments.items() if name not in ("self", "__class__")}
-        self.options = options = setup_checks.resolve_options(given)
-        self.rewards: Rewards = options["rewards"]
-        self.critic: Critic | None = options["critic"]
-        self.engine: Engine = options["engine"]
-        self.sampling: SamplingParams = options["sampling"]
-        self.tokenizer: PreTrainedTokenizerBase | None = options["tokenizer"]
-        self.group_size: int = options["group_size"]
-        self.minibatches_per_rollout: int = options["minibatches_per_rollout"]
-        self.epochs_per_rollout: int = options["epochs_per_rollout"]
-        self.max_staleness: int = options["max_staleness"]
-        self.mismatch_every_n_rollouts: int = options["mismatch_every_n_rollouts"]
-        self.max_grad_norm: float | None = options["max_grad_norm"]
-        self.seed: int = options["seed"]
-        self.conversation_options: Conversations | None = options["environment"]
-        self.environment_factories = {} if self.conversation_options is None else self.conversation_options.factories
-        self.environment_workers = None if self.conversation_options is None else self.conversation_options.pool()
-        parts = {name: options[name] for name in ("loss", "advantages", "reduction")}
-        self.algorithm = Algorithm(**parts, value_loss=ValueLoss() if self.critic is None else self.critic.loss)
-        sources = {"policy": options["policy"], "reference": options["reference"]}
-        sources["critic"] = None if self.critic is None else self.critic.source
-        self.models = RunModels(sources=sources, temperature=self.sampling.temperature, options=options["model"])
+        self.options, critic, conversations = options, options.critic, options.environment
+        self.environment_factories = {} if conversations is None else conversations.factories
+        self.environment_workers = None if conversations is None else conversations.pool()
+        self.algorithm = Algorithm(
+            loss=options.loss,
+            advantages=options.advantages,
+            reduction=options.reduction,
+            value_loss=ValueLoss() if critic is None else critic.loss,
+        )
+        sources = {"policy": options.policy, "reference": options.reference, "critic": critic and critic.source}
+        self.models = RunModels(sources=sources, temperature=options.sampling.temperature, options=options.model)
         self.policy: PolicyModel | None = None
         self.fault_tolerance, self.run = FaultTolerance(), RunState()
-        evaluations = evaluations_of(options["evaluation"])
-        self.evaluator = Evaluator(evaluations, seed=self.seed, has_environments=bool(self.environment_factories))
+        evaluations = evaluations_of(options.evaluation)
+        self.evaluator = Evaluator(evaluations, seed=options.seed, has_environments=conversations is not None)
         self._parallel: Parallel | None = None
         self.shows_sample = False
         self.lost_code: dict[str, str] = {}
@@ -109,7 +92,7 @@ class BaseModule(LightningModule):
     @property
     def steps_per_rollout(self) -> int:
         """Number of optimizer steps per rollout."""
-        return self.minibatches_per_rollout * self.epochs_per_rollout
+        return self.options.steps_per_rollout
 
     @property
     def parallel(self) -> Parallel:
@@ -213,28 +196,30 @@ class BaseModule(LightningModule):
         """Collect the corrections among the callbacks, and check that options, callbacks and data are compatible."""
         if self.lost_code:
             raise LostCodeError(self.lost_code)
-        self.parallel.check(self.max_grad_norm)
+        self.parallel.check(self.options.max_grad_norm)
         setup_checks.check_changes(self.fault_tolerance.allow_config_changes, (*self.options, *BESIDE))
-        if writes_date(self.tokenizer):
+        if writes_date(self.options.tokenizer):
             TODAY.moment = self.parallel.collectives.objects(now())[0]
         callbacks = [callback for callback in callbacks_of(self.trainer) if isinstance(callback, RLCallback)]
         corrections = self.run.corrections = Corrections(callbacks, self.parallel.collectives)
         self.algorithm = self.algorithm.replace(corrections=corrections)
-        needed = needed_extras(corrections, self.sampling).keys()
+        needed = needed_extras(corrections, self.options.sampling).keys()
         # In evaluations too, although only training reads extras: to change them, vLLM has to be built again.
-        self.engine.select_extras(self.engine.capabilities.extras & needed)
-        check_run(RunSpec.of(self, fits=stage == "fit"))
-        bitwise = self.models.options.bitwise and not self.max_staleness
+        self.options.engine.select_extras(self.options.engine.capabilities.extras & needed)
+        prompts = self.data_module.prompts_per_rollout if stage == "fit" else None
+        check_run(self.options, corrections, self.parallel, prompts_per_rollout=prompts)
+        bitwise = self.models.options.bitwise and not self.options.max_staleness
         self.run.needs = needs(self.algorithm, steps_per_rollout=self.steps_per_rollout, rollout_as_old=bitwise)
         if stage == "fit":
-            self.rewards.check_weights()
+            self.options.rewards.check_weights()
             self.evaluator.limit_validation(self.trainer, self.data_module)
             known, validates = not logs_itself(self.trainer, self), bool(self.trainer.limit_val_batches)
-            check_monitors(self.trainer, self._run_names(), known=known, validates=validates)
+            names = run_names(self.options, corrections, validation=bool(self.data_module.validation))
+            check_monitors(self.trainer, names, known=known, validates=validates)
         self.run.failed_folder = log_folder(self.trainer) / FOLDER
         if (data := find_data_module(self.trainer)) is not None:
-            data.use_tokenizer(self.tokenizer)
-        self.run.configuration = configuration(self, self.trainer)
+            data.use_tokenizer(self.options.tokenizer)
+        self.run.configuration = configuration(self.options, self.trainer)
         for logger in self.trainer.loggers:
             logger.log_hyperparams(self.run.configuration)
 
@@ -243,85 +228,33 @@ class BaseModule(LightningModule):
         """Build and shard policy and reference once, and check that the prompts fit the policy."""
         if self.models.without_trainer:
             # generate() started the engine on the policy itself; under this strategy it may need a replica.
-            self._end_stage(self.engine.end_stage)
+            self._end_stage(self.options.engine.end_stage)
         data, sharded = find_data_module(self._trainer), self.parallel.sharded
         with torch.device("cpu"):  # Lightning sets the accelerator as default device; the strategy moves the model
             self.policy = self.models.build(
                 self.policy,
                 self.parallel,
                 self.device_mesh,
-                replica=self.engine.capabilities.shares_policy and (sharded or self.max_staleness > 0),
+                replica=self.options.engine.capabilities.shares_policy and (sharded or self.options.max_staleness > 0),
                 reference=self.run.needs.ref_logprobs,
                 data=None if data is None else data.fingerprint,
             )
-            self._encode_prompts(self.policy, data)
+            self._encode_prompts()
             self._build_environments(data)
 
-    def _run_names(self) -> RunNames:
-        """Return the names of which the metrics of a fit consist."""
-        evaluations = [one for one in self.evaluator.evaluations if "val" in one.stages]
-        parts = {
-            "environment": self.environment_factories,
-            "critic": self.critic,
-            "max_staleness": self.max_staleness,
-            "validation": self.data_module.validation,
-        }
-        return RunNames(
-            placeholders={
-                "<function>": self.rewards.sources,
-                "<callback>": [callback.name for callback in self.run.corrections.callbacks],
-                "<name>": [evaluation.name for evaluation in evaluations],
-            },
-            lacking=[name for name, part in parts.items() if not part],
-            shares=[f"val/{one.name}/{share}" for one in evaluations for share in one.shares],
-            unlogged=self.run.corrections.unlogged_metrics(),
-            rising=[name for name, (_, weight) in self.rewards.sources.items() if weight > 0],
-        )
-
-    def _encode_prompts(self, policy: PolicyModel, data: PromptDataModule | None) -> None:
-        """Encode the prompts of training and evaluation, and check that they fit the policy."""
-        sampling = self.run.sampling = with_eos(self.sampling, policy.model, self.tokenizer)
-        check = RowCheck(tuple(self.environment_factories)) if self.environment_factories else None
-        if data is not None:
-            longest = max_prompt_length(policy.model, sampling.max_new_tokens)
-            data.connect(self.tokenizer, longest, policy.vocabulary, check)
-            for model in (policy, self.models.reference):
-                if model is not None:
-                    model.check_windows(data.max_prompt_length() + sampling.max_new_tokens)
-        options: dict[str, Any] = {"sampling": sampling, "rewards": self.rewards, "check": check}
-        evaluated = self.evaluator.encode(policy.model, self.tokenizer, **options)
-        for one in (sampling, *(questions.sampling for questions in evaluated)):
-            setup_checks.check_eos(frozenset(one.eos_token_ids or ()), policy.vocabulary)
-        used = [(sampling, data.first(), data.template_options)] if data is not None else []
-        used += [(questions.sampling, next(iter(questions.prompts), None), {}) for questions in evaluated]
-        setup_checks.warn_of_eos(self.tokenizer, used)
-        self._check_columns(data, evaluated)
-        if data is not None:
-            setup_checks.warn_of_prompts(data.prompts.examples(PROMPTS_CHECKED), self.tokenizer, sampling)
-
-    def _check_columns(self, data: PromptDataModule | None, evaluated: Sequence[Questions]) -> None:
-        """Check that the prompts of the stage, which are encoded, have the columns that the rewards read."""
-        stage, environments = self.trainer.state.fn, REWARD_COLUMNS if self.environment_factories else ()
-        used = [(f"evaluation {one.name}: ", one.rewards, one.columns) for one in evaluated]
-        if data is not None and data.validation is not None:
-            used.append(("validation=: ", self.rewards, data.validation.columns))
-        used = [] if stage == TrainerFn.PREDICTING else used
-        if data is not None and stage == TrainerFn.FITTING:
-            used.append(("", self.rewards, data.prompts.columns))
-        for where, rewards, columns in used:
-            try:
-                rewards.check_columns((*columns, *environments))
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"{where}{error}") from error
+    def _encode_prompts(self) -> None:
+        """Encode the prompts of training and evaluation, and check that they fit the policy and the rewards."""
+        data, models = find_data_module(self._trainer), (self.required_policy, self.models.reference)
+        self.run.sampling = encode_prompts(self.options, self.evaluator, data, *models, self.trainer.state.fn)
 
     def _build_environments(self, data: PromptDataModule | None) -> None:
         """Build the environments for the policy; with data, check that its prompts and the chat template fit them."""
-        if self.conversation_options is not None:
-            model, length = self.required_policy.model, self.engine.max_length
-            close = with_eos(self.sampling, model, self.tokenizer).eos_token_ids or ()
-            options: dict[str, Any] = {"data": data, "seed": self.seed, "workers": self.environment_workers}
-            self.run.environments = self.conversation_options.build(
-                model, self.tokenizer, engine_length=length, close=close, **options
+        if self.options.environment is not None:
+            model, length = self.required_policy.model, self.options.engine.max_length
+            close = with_eos(self.options.sampling, model, self.options.tokenizer).eos_token_ids or ()
+            options: dict[str, Any] = {"data": data, "seed": self.options.seed, "workers": self.environment_workers}
+            self.run.environments = self.options.environment.build(
+                model, self.options.tokenizer, engine_length=length, close=close, **options
             )
             if data is not None:
                 data.limit(self.run.environments.first_length)
@@ -330,7 +263,7 @@ class BaseModule(LightningModule):
     def configure_optimizers(self) -> Any:
         """Return one optimizer for policy and critic, with one parameter group each, and its scheduler."""
         groups = self.parallel.optimizer_groups(self.required_policy.parameter_groups())
-        builders = self.options["optimizer"], self.options["lr_scheduler"]
+        builders = self.options.optimizer, self.options.lr_scheduler
         names = {id(one): unwrapped_name(name) for name, one in self.required_policy.named_parameters()}
         built, self.run.optimizer = setup_checks.build_optimizers(
             *builders, groups, names, self.data_module.fit_steps()
@@ -343,9 +276,11 @@ class BaseModule(LightningModule):
         Control tokens are printed, too.
         """
         if self.shows_sample:
-            lines = [f"{name} of rollout {number}, {text}" for name, text in first_sample(rollout, self.tokenizer)]
-            uses_template = self.run.environments is not None or setup_checks.is_chat(self.data_module.first())
-            if uses_template and writes_date(self.tokenizer):
+            lines = [
+                f"{name} of rollout {number}, {text}" for name, text in first_sample(rollout, self.options.tokenizer)
+            ]
+            uses_template = self.run.environments is not None or is_chat(self.data_module.first())
+            if uses_template and writes_date(self.options.tokenizer):
                 lines.append(f"the chat template writes the date of {TODAY.text('%Y-%m-%d')}, which checkpoints keep")
             self.shows_sample = False
             if lines:
@@ -356,7 +291,7 @@ class BaseModule(LightningModule):
     @override
     def on_fit_start(self) -> None:
         """Restore the rollout of a checkpoint, or discard the state of an earlier fit."""
-        self.run.begin(self.parallel, self.data_module, self.models.options, self.max_staleness)
+        self.run.begin(self.parallel, self.data_module, self.models.options, self.options.max_staleness)
         if self.models.options.max_tokens_per_microbatch is None:
             self.run.use_default_budget(partial(token_budget, self))
         if self.models.options.activation_checkpointing is True:
@@ -380,23 +315,23 @@ class BaseModule(LightningModule):
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Clip the gradient, and record that the weights are about to change."""
-        if self.max_grad_norm is not None:
-            self.parallel.clip(self.required_policy, optimizer, self.max_grad_norm)
+        if self.options.max_grad_norm is not None:
+            self.parallel.clip(self.required_policy, optimizer, self.options.max_grad_norm)
         self.run.stepping = True
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add every rank's current and prefetched rollouts, counters and unlogged metrics."""
         hurried = self.trainer.interrupted or bool(CLOCK.stopped_by)
-        if hurried or not generates_concurrently(self.engine, self.max_staleness):
+        if hurried or not generates_concurrently(self.options.engine, self.options.max_staleness):
             self.run.prefetcher.drain(hurried=hurried)
         self.run.write_corrections(checkpoint.get("callbacks", {}))
         saved = checkpoint.pop(self.CHECKPOINT_HYPER_PARAMS_KEY, {})
         if further := {name: value for name, value in saved.items() if name not in self.options}:
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = further  # the options are in the configuration
         checkpoint["lightning_rl"] = self.run.state(self.parallel.collectives, self.models.reference)
-        checkpoint["lightning_rl"]["engines"] = self.parallel.collectives.objects(self.engine.state_dict())
-        if writes_date(self.tokenizer):
+        checkpoint["lightning_rl"]["engines"] = self.parallel.collectives.objects(self.options.engine.state_dict())
+        if writes_date(self.options.tokenizer):
             checkpoint["lightning_rl"]["template_date"] = TODAY.moment
 
     @override
@@ -407,11 +342,11 @@ class BaseModule(LightningModule):
             return
         setup_checks.check_whole_checkpoint(checkpoint)
         self.models.stepped = True
-        if (moment := state.get("template_date")) is not None and writes_date(self.tokenizer):
+        if (moment := state.get("template_date")) is not None and writes_date(self.options.tokenizer):
             TODAY.moment = moment
-            self._encode_prompts(self.required_policy, self.data_module)
+            self._encode_prompts()
         self.run.load(state, self.parallel, self.models.reference, self.fault_tolerance.allow_config_changes)
-        self.engine.load_state_dict(state["engines"][self.parallel.rank] if "engines" in state else {})
+        self.options.engine.load_state_dict(state["engines"][self.parallel.rank] if "engines" in state else {})
         changed = [path.partition(".")[2] for path, _, _ in self.run.changes if path.startswith("corrections.")]
         self.run.corrections.reset(checkpoint.get("callbacks", {}), changed)
         if self.trainer.strategy.restore_checkpoint_after_setup:
@@ -444,36 +379,42 @@ class BaseModule(LightningModule):
 
         Waits for rollouts in progress first, unless the engine can receive weights while it generates.
         """
-        if not (self.engine.capabilities.syncs_while_generating and version > self.engine.version):
+        if not (self.options.engine.capabilities.syncs_while_generating and version > self.options.engine.version):
             self.run.prefetcher.drain()
         weight_sync = self.weight_sync
-        if not (self.run.engine_started and self.engine.started):
-            weight_sync.start(self.tokenizer)
+        if not (self.run.engine_started and self.options.engine.started):
+            weight_sync.start(self.options.tokenizer)
             self.run.engine_started = True
         weight_sync.send(version)
 
     @property
     def weight_sync(self) -> WeightSync:
         """Connection that sends the policy's weights to the engine."""
-        return WeightSync.of(self)
+        return WeightSync(
+            engine=self.options.engine,
+            policy=self.required_policy,
+            models=self.models,
+            parallel=self.parallel,
+            phase=self.run.times.phase,
+        )
 
     def sleep_engine(self) -> None:
         """Put an engine that shares the trainer's device to sleep until the next sync, to free its memory."""
-        if self.engine.capabilities.sleeps:
-            self.engine.sleep()
+        if self.options.engine.capabilities.sleeps:
+            self.options.engine.sleep()
 
     def close_engine(self) -> None:
         """Shut down the engine and the workers of rewards and environments; the next sync restarts them.
 
         At the end of a Trainer's stage, in contrast, a :class:`VLLMEngine` only sleeps, because it takes long to build.
         """
-        self._end_stage(self.engine.close)
+        self._end_stage(self.options.engine.close)
 
     def _end_stage(self, end_engine: Callable[[], None]) -> None:
-        if self.engine.capabilities.concurrent:
-            self.engine.close()  # cancels rollouts that will not be trained on
+        if self.options.engine.capabilities.concurrent:
+            self.options.engine.close()  # cancels rollouts that will not be trained on
         workers = () if self.environment_workers is None else (self.environment_workers,)
-        for part in (self.run.prefetcher, self.evaluator, self.rewards, *workers):
+        for part in (self.run.prefetcher, self.evaluator, self.options.rewards, *workers):
             part.close()
         end_engine()
         self.run.engine_started = False
@@ -481,7 +422,7 @@ class BaseModule(LightningModule):
     @override
     def teardown(self, stage: str) -> None:
         """Release the engine, and restore the Trainer's ``limit_val_batches``."""
-        self._end_stage(self.engine.end_stage)
+        self._end_stage(self.options.engine.end_stage)
         self.evaluator.restore_limit(self.trainer)
 
     # Evaluation: validation, test and prediction.
@@ -505,7 +446,7 @@ class BaseModule(LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Send the weights to the engine after callbacks such as WeightAveraging have swapped their weights in."""
         self.evaluator.begin(self.trainer, find_data_module(self._trainer), self.parallel, self.device)
-        self.sync(max(self.engine.version, 0))
+        self.sync(max(self.options.engine.version, 0))
 
     on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
 
@@ -568,8 +509,10 @@ class BaseModule(LightningModule):
             self.policy, self.models.without_trainer = self.models.build_policy(), True
         if self.models.without_trainer and self.run.environments is None:
             self._build_environments(None)
-        chosen = sampling_for(self.sampling, self.engine, samples=samples, sampling=sampling, temperature=temperature)
-        self.sync(max(self.engine.version, 0))
+        chosen = sampling_for(
+            self.options.sampling, self.options.engine, samples=samples, sampling=sampling, temperature=temperature
+        )
+        self.sync(max(self.options.engine.version, 0))
         model = self.required_policy.model
         answers = generate(prompts, samples=samples, sampling=chosen, sampler=self.sampler, model=model)
         self.sleep_engine()
@@ -582,7 +525,9 @@ class BaseModule(LightningModule):
         value head is written to ``folder/critic/value_head.safetensors``.
         """
         weights = self.parallel.full_parameters(self.required_policy)
-        write_pretrained(Path(folder), weights, self.models.sources, self.tokenizer, writing=self.global_rank == 0)
+        write_pretrained(
+            Path(folder), weights, self.models.sources, self.options.tokenizer, writing=self.global_rank == 0
+        )
         if process_count() > 1:
             dist.barrier()
 

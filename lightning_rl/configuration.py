@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 import lightning
 import torch
@@ -30,22 +30,13 @@ SHOWN_LETTERS = 80  # of a value in a message
 LIMITS = ("max_epochs", "max_steps", "limit_train_batches", "val_check_interval", "log_every_n_steps")
 
 
-class Configured(Protocol):
-    """Module with the arguments of its constructor."""
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """Arguments by name."""
-        ...
-
-
-def configuration(module: Configured, trainer: Trainer) -> dict[str, Any]:
+def configuration(options: Mapping[str, object], trainer: Trainer) -> dict[str, Any]:
     """Return the configuration of a run at setup as plain values that load under ``weights_only=True``.
 
     Objects are described by their constructor arguments, functions by their import path. Secrets are omitted.
 
     Args:
-        module: Module of the run.
+        options: Options of the module by name.
         trainer: Trainer with callbacks and data.
 
     Returns:
@@ -57,7 +48,7 @@ def configuration(module: Configured, trainer: Trainer) -> dict[str, Any]:
     corrections = [callback for callback in callbacks if isinstance(callback, RLCallback) and callback.affects]
     others = [callback for callback in callbacks if callback not in corrections and not isinstance(callback, SHOWN)]
     return {
-        "module": {name: describe(value) for name, value in module.options.items()},
+        "module": {name: describe(value) for name, value in options.items()},
         "data": None if datamodule is None else describe_data(datamodule),
         "corrections": {
             callback.name: _describe_correction(callback)

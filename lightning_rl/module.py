@@ -36,6 +36,7 @@ from lightning_rl.rollouts.prefetch import remaining_steps
 from lightning_rl.rollouts.progress import CurrentRollout
 from lightning_rl.rollouts.sample import staleness
 from lightning_rl.rollouts.step_metrics import begin_trace
+from lightning_rl.setup_checks import resolve_options
 from lightning_rl.signal.reductions import Reduction, SequenceSumNorm
 from lightning_rl.update import StepGradient, accumulate_gradient
 from lightning_rl.utils.arguments import refuse_other_names
@@ -110,7 +111,8 @@ class RLLightningModule(BaseModule):
         seed: Seed of all random numbers of the run.
 
     Attributes:
-        options: Constructor arguments by name; strings such as ``"grpo"`` are replaced by objects.
+        options: Constructor arguments as attributes, and as a mapping by name; strings such as ``"grpo"`` are replaced
+            by objects.
 
     Raises:
         ValueError: At construction if an argument is out of range or a name unknown; at setup if arguments, callbacks
@@ -144,7 +146,32 @@ class RLLightningModule(BaseModule):
         model: ModelOptions = ModelOptions(),  # noqa: B008  frozen
         seed: int = 0,
     ) -> None:
-        super().__init__(locals())  # locals() holds only self and the arguments at this point
+        super().__init__(
+            resolve_options(
+                policy=policy,
+                rewards=rewards,
+                advantages=advantages,
+                loss=loss,
+                reduction=reduction,
+                reference=reference,
+                critic=critic,
+                tokenizer=tokenizer,
+                engine=engine,
+                sampling=sampling,
+                environment=environment,
+                evaluation=evaluation,
+                group_size=group_size,
+                minibatches_per_rollout=minibatches_per_rollout,
+                epochs_per_rollout=epochs_per_rollout,
+                max_staleness=max_staleness,
+                mismatch_every_n_rollouts=mismatch_every_n_rollouts,
+                optimizer=optimizer,
+                lr_scheduler=lr_scheduler,
+                max_grad_norm=max_grad_norm,
+                model=model,
+                seed=seed,
+            )
+        )
         self.automatic_optimization = False
 
     # A rollout: sync, generate, reward, plan, log-probabilities, signal.
@@ -160,7 +187,7 @@ class RLLightningModule(BaseModule):
 
     def seed_generators(self, step_index: StepIndex) -> None:
         """Seed every global generator from (run seed, rank, step), so that results do not depend on earlier draws."""
-        seed_everything(request_seed(self.seed, self.parallel.rank, step_index.index), self.device)
+        seed_everything(request_seed(self.options.seed, self.parallel.rank, step_index.index), self.device)
 
     @override
     @refuse_stop_iteration
@@ -203,7 +230,7 @@ class RLLightningModule(BaseModule):
                 packed=run.options.packing,
                 max_over_ranks=run.max_over_ranks,
             )
-            plan = plan_of(rollout, minibatches=self.minibatches_per_rollout)
+            plan = plan_of(rollout, minibatches=self.options.minibatches_per_rollout)
             if self.environment_factories:
                 stats |= {"env/logprob": environment_logprob(rollout, policy, plan_of)}
             rollout, plan = rollout.to(self.device), plan.to(self.device)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -21,7 +20,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.advantages import ESTIMATORS, resolve_advantages
 from lightning_rl.checkpointing.optimizer_options import (
@@ -31,26 +29,22 @@ from lightning_rl.checkpointing.optimizer_options import (
     rates,
     schedule_end,
 )
-from lightning_rl.data import Prompt
-from lightning_rl.data.prompt_checks import prompt_findings
-from lightning_rl.data.row_schema import is_token_ids
 from lightning_rl.distributed import parallel_of
 from lightning_rl.environments import Conversations, EnvironmentReward
 from lightning_rl.generation import Engine, SamplingParams, TransformersEngine
 from lightning_rl.losses import LOSSES, Critic, resolve_loss
 from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder
+from lightning_rl.options import Options
 from lightning_rl.policy import ModelOptions
 from lightning_rl.policy.build import build_tokenizer
 from lightning_rl.rewards import Rewards
 from lightning_rl.serialization import import_by_name
 from lightning_rl.signal.reductions import REDUCTIONS, resolve_reduction
 from lightning_rl.utils.arguments import check_counts, check_numbers, check_signature
-from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.naming import check_hooks, name_of
 from lightning_rl.utils.places import MODULE, check_place
 from lightning_rl.utils.trainer import callbacks_of
 
-ANSWER = "quux"  # a text that no template writes
 NAMES: dict[str, Collection[str]] = {"advantages": ESTIMATORS, "loss": LOSSES, "reduction": REDUCTIONS}
 SIGNATURES: dict[str, Sequence[str]] = {
     "advantages": ("scores", "groups", "rewarded"),
@@ -62,50 +56,67 @@ SIGNATURES: dict[str, Sequence[str]] = {
 MAX_SCHEDULE = 20_000  # steps of a fit for which a schedule is followed, in about 0.2 seconds
 
 
+FLAGS: tuple[tuple[Callable[[Trainer], object], str], ...] = (
+    (
+        lambda trainer: getattr(trainer.strategy.launcher, "_start_method", None),
+        "expected a strategy whose processes are started from the command line, got one of {got!r}, such as "
+        "ddp_notebook, which Lightning takes in a notebook with several devices: the trained policy would end with its "
+        'processes; use devices=1, or run a script with strategy="ddp"',
+    ),
+    (
+        lambda trainer: getattr(trainer.lightning_module, "_compiler_ctx", None),
+        "expected a module that is not compiled, got torch.compile(module): pass the module, and "
+        "model=ModelOptions(compile=True)",
+    ),
+    (
+        lambda trainer: trainer.gradient_clip_val,
+        "expected Trainer without gradient_clip_val, got {got}: pass max_grad_norm= to RLLightningModule",
+    ),
+    (
+        lambda trainer: trainer.accumulate_grad_batches if trainer.accumulate_grad_batches != 1 else None,
+        "expected Trainer without accumulate_grad_batches, got {got}: max_tokens_per_microbatch= of ModelOptions "
+        "splits a step into microbatches",
+    ),
+    (
+        lambda trainer: trainer.precision == "16-true",
+        'expected a precision for training, got Trainer(precision="16-true"), which loses small weight updates and '
+        'overflows gradients: use "bf16-mixed", "16-mixed" or "32-true"',
+    ),
+)
+"""Refused flags: a function that returns a true value for them, and the message."""
+CALLBACKS: dict[type[Callback], str] = {
+    StochasticWeightAveraging: "expected Trainer without StochasticWeightAveraging, which copies the module before the "
+    "policy is built: use lightning.pytorch.callbacks.WeightAveraging or EMAWeightAveraging",
+    LearningRateFinder: "expected a fit, got lr_find (LearningRateFinder), which needs a decreasing loss, but a policy "
+    "gradient loss does not decrease: choose lr= of the optimizer, 1e-6 to 1e-5 for full fine-tuning, and watch "
+    "reward/task and optim/grad_norm",
+    BatchSizeFinder: "expected a fit, got scale_batch_size (BatchSizeFinder), which needs a batch size: bound memory "
+    "with max_tokens_per_microbatch= of ModelOptions for updates, and max_rows= of the engine for generation",
+}
+"""Refused callbacks and their messages."""
+
+
 def check_flags(trainer: Trainer) -> None:
     """Raise ValueError for Trainer flags and callbacks that manual optimization does not support."""
-    method = getattr(trainer.strategy.launcher, "_start_method", None)
-    if method is not None:
-        raise ValueError(
-            f"expected a strategy whose processes are started from the command line, got one of {method!r}, such as "
-            "ddp_notebook, which Lightning takes in a notebook with several devices: the trained policy would end with "
-            'its processes; use devices=1, or run a script with strategy="ddp"'
-        )
-    if getattr(trainer.lightning_module, "_compiler_ctx", None) is not None:
-        raise ValueError(
-            "expected a module that is not compiled, got torch.compile(module): pass the module, and "
-            "model=ModelOptions(compile=True)"
-        )
-    if trainer.gradient_clip_val:
-        raise ValueError(
-            f"expected Trainer without gradient_clip_val, got {trainer.gradient_clip_val}: pass max_grad_norm= to "
-            "RLLightningModule"
-        )
-    if trainer.accumulate_grad_batches != 1:
-        raise ValueError(
-            f"expected Trainer without accumulate_grad_batches, got {trainer.accumulate_grad_batches}: "
-            "max_tokens_per_microbatch= of ModelOptions splits a step into microbatches"
-        )
-    if trainer.precision == "16-true":
-        raise ValueError(
-            'expected a precision for training, got Trainer(precision="16-true"), which loses small weight updates and '
-            'overflows gradients: use "bf16-mixed", "16-mixed" or "32-true"'
-        )
+    for flag, message in FLAGS:
+        if got := flag(trainer):
+            raise ValueError(message.format(got=got))
     _check_loggers(trainer)
     for callback in callbacks_of(trainer):
         if not isinstance(callback, Callback):
             callbacks_of(trainer).remove(callback)  # Lightning would call it while handling the error
         _check_callback(callback)
         check_hooks(type(callback), Callback)
-        _check_averaging(callback, trainer)
-        if isinstance(callback, ModelCheckpoint) and callback._train_time_interval is not None:  # noqa: SLF001
+        for kind, message in CALLBACKS.items():
+            if isinstance(callback, kind):
+                raise ValueError(message)
+        if isinstance(callback, WeightAveraging) and parallel_of(trainer.strategy).sharded:
             raise ValueError(
-                "expected ModelCheckpoint without train_time_interval, with which Lightning saves nothing under manual "
-                "optimization: pass every_n_train_steps="
+                f"expected Trainer without {type(callback).__name__} under a strategy that shards the policy, got "
+                f"{type(trainer.strategy).__name__}: it averages whole weights, so use DDP, or remove it"
             )
         if isinstance(callback, ModelCheckpoint):
-            _check_file_name(callback)
-        _check_tuner(callback)
+            _check_checkpoint_options(callback)
 
 
 def _check_loggers(trainer: Trainer) -> None:
@@ -126,8 +137,13 @@ def _check_loggers(trainer: Trainer) -> None:
             )
 
 
-def _check_file_name(callback: ModelCheckpoint) -> None:
-    """Raise ValueError for a file name in which a metric such as ``val/pass@1`` makes a folder."""
+def _check_checkpoint_options(callback: ModelCheckpoint) -> None:
+    """Raise ValueError for an interval in time, and a file name in which a metric is a folder."""
+    if callback._train_time_interval is not None:  # noqa: SLF001
+        raise ValueError(
+            "expected ModelCheckpoint without train_time_interval, with which Lightning saves nothing under manual "
+            "optimization: pass every_n_train_steps="
+        )
     name = callback.filename or ""
     written = name if callback.auto_insert_metric_name else re.sub(r"{[^{}]*}", "", name)
     if "/" in written:
@@ -161,77 +177,45 @@ def _check_length(builder: Callable[[Optimizer], LRScheduler], optimizer: Optimi
         )
 
 
-def _check_averaging(callback: Callback, trainer: Trainer) -> None:
-    if isinstance(callback, StochasticWeightAveraging):
-        raise ValueError(
-            "expected Trainer without StochasticWeightAveraging, which copies the module before the policy is built: "
-            "use lightning.pytorch.callbacks.WeightAveraging or EMAWeightAveraging"
-        )
-    if isinstance(callback, WeightAveraging) and parallel_of(trainer.strategy).sharded:
-        name = type(callback).__name__
-        raise ValueError(
-            f"expected Trainer without {name} under a strategy that shards the policy, got "
-            f"{type(trainer.strategy).__name__}: it averages whole weights, so use DDP, or remove it"
-        )
-
-
-def _check_tuner(callback: Callback) -> None:
-    if isinstance(callback, LearningRateFinder):
-        raise ValueError(
-            "expected a fit, got lr_find (LearningRateFinder), which needs a decreasing loss, but a policy gradient "
-            "loss does not decrease: choose lr= of the optimizer, 1e-6 to 1e-5 for full fine-tuning, and watch "
-            "reward/task and optim/grad_norm"
-        )
-    if isinstance(callback, BatchSizeFinder):
-        raise ValueError(
-            "expected a fit, got scale_batch_size (BatchSizeFinder), which needs a batch size: bound memory with "
-            "max_tokens_per_microbatch= of ModelOptions for updates, and max_rows= of the engine for generation"
-        )
-
-
-def resolve_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the constructor arguments of a module, with names and defaults replaced by objects.
+def resolve_options(**given: Any) -> Options:
+    """Return the options of a module for the arguments of its constructor, with names and defaults replaced by objects.
 
     Raises:
         ValueError: If an argument is out of range or a name unknown.
     """
-    for name, part in options.items():
+    for name, part in given.items():
         check_place(f"{name}={MODULE}", part)
-    _check_names(**{name: options[name] for name in NAMES})
-    sampling = options["sampling"]
+    _check_names(**{name: given[name] for name in NAMES})
+    sampling = given["sampling"]
     names = "group_size", "minibatches_per_rollout", "epochs_per_rollout", "mismatch_every_n_rollouts"
-    check_counts(1, **{name: options[name] for name in names})
-    check_counts(0, max_staleness=options["max_staleness"], seed=options["seed"])
-    check_numbers(above=0, finite=True, optional=True, max_grad_norm=options["max_grad_norm"])
-    check_parts(engine=options["engine"], sampling=sampling, model=options["model"])
-    check_builders(optimizer=options["optimizer"], lr_scheduler=options["lr_scheduler"])
-    imported = {name: import_by_name(**{name: options[name]}) for name in NAMES}
+    check_counts(1, **{name: given[name] for name in names})
+    check_counts(0, max_staleness=given["max_staleness"], seed=given["seed"])
+    check_numbers(above=0, finite=True, optional=True, max_grad_norm=given["max_grad_norm"])
+    check_parts(engine=given["engine"], sampling=sampling, model=given["model"])
+    check_builders(optimizer=given["optimizer"], lr_scheduler=given["lr_scheduler"])
+    given |= {name: import_by_name(**{name: given[name]}) for name in (*NAMES, "policy", "reference")}
     for name, arguments in SIGNATURES.items():
-        function = {**options, **imported}[name]
-        if name not in NAMES or not isinstance(function, type):
-            check_signature(name, function, *arguments)
-    rewards, critic = Rewards.of(options["rewards"]), Critic.of(options["critic"])
-    conversations = Conversations.of(options["environment"])
-    sources: dict[str, Any] = {name: import_by_name(**{name: options[name]}) for name in ("policy", "reference")}
+        if name not in NAMES or not isinstance(given[name], type):
+            check_signature(name, given[name], *arguments)
+    rewards, critic = Rewards.of(given["rewards"]), Critic.of(given["critic"])
+    conversations = Conversations.of(given["environment"])
     critic = critic and replace(critic, source=import_by_name(critic=critic.source))
-    sources["critic"] = critic and critic.source
-    check_sources(**sources)
+    check_sources(policy=given["policy"], reference=given["reference"], critic=critic and critic.source)
     if conversations is not None:
         conversations = conversations.resolve()
-        check_turn_tokens(conversations.max_turn_tokens, sampling.max_new_tokens)
+        if (conversations.max_turn_tokens or 0) > sampling.max_new_tokens:
+            raise ValueError(
+                f"expected max_turn_tokens of at most {sampling.max_new_tokens}, the max_new_tokens of sampling for a "
+                f"whole conversation, got {conversations.max_turn_tokens}: raise max_new_tokens, or lower "
+                "max_turn_tokens"
+            )
     check_rewards(rewards.by_name.values(), has_environments=conversations is not None)
-    return {
-        **options,
-        **sources,
-        "critic": critic,
-        "rewards": rewards,
-        "environment": conversations,
-        "advantages": resolve_advantages(imported["advantages"]),
-        "loss": resolve_loss(imported["loss"]),
-        "reduction": resolve_reduction(imported["reduction"], sampling.max_new_tokens),
-        "tokenizer": build_tokenizer(options["tokenizer"], sources["policy"]),
-        "engine": options["engine"] or TransformersEngine(),
-    }
+    given |= {"rewards": rewards, "critic": critic, "environment": conversations}
+    given |= {"advantages": resolve_advantages(given["advantages"]), "loss": resolve_loss(given["loss"])}
+    given |= {"reduction": resolve_reduction(given["reduction"], sampling.max_new_tokens)}
+    given |= {"tokenizer": build_tokenizer(given["tokenizer"], given["policy"])}
+    given["engine"] = given["engine"] or TransformersEngine()
+    return Options(**given)
 
 
 def _check_names(**names: Any) -> None:
@@ -240,15 +224,6 @@ def _check_names(**names: Any) -> None:
         known = {other for other, table in NAMES.items() if isinstance(name, str) and name in table}
         if known and option not in known:
             raise ValueError(f'expected another name for {option}=, got "{name}": pass it as {min(known)}="{name}"')
-
-
-def check_turn_tokens(max_turn_tokens: int | None, max_new_tokens: int) -> None:
-    """Raise ValueError if the tokens of one answer exceed those of a conversation."""
-    if max_turn_tokens is not None and max_turn_tokens > max_new_tokens:
-        raise ValueError(
-            f"expected max_turn_tokens of at most {max_new_tokens}, the max_new_tokens of sampling for a whole "
-            f"conversation, got {max_turn_tokens}: raise max_new_tokens, or lower max_turn_tokens"
-        )
 
 
 FIRST_MESSAGE = re.compile(r"""(\w+(?:\[\w+\])?)\[0\]\[["']content["']\]""")
@@ -328,25 +303,6 @@ def check_builders(*, optimizer: Any, lr_scheduler: Any) -> None:
         )
 
 
-def check_trainable(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError if the policy has no trainable parameters."""
-    if not groups[0]["params"]:
-        raise ValueError(
-            "expected a policy with trainable parameters, got requires_grad=False for all of them: enable some in the "
-            "function that is passed as policy=, or add adapters to the model"
-        )
-
-
-def check_scheduler(scheduler: Any) -> None:
-    """Raise ValueError if the scheduler does not count optimizer steps."""
-    if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
-        reads = ", which waits for a metric" if isinstance(scheduler, ReduceLROnPlateau) else ""
-        raise ValueError(
-            "expected lr_scheduler to build a scheduler of torch.optim.lr_scheduler that counts optimizer steps, such "
-            f"as warmup_then_linear(5, 100), got {type(scheduler).__name__}{reads}"
-        )
-
-
 def build_optimizers(
     builder: OptimizerBuilder,
     scheduler_builder: SchedulerBuilder | None,
@@ -370,7 +326,11 @@ def build_optimizers(
         ValueError: If nothing can be trained, a builder returns something else, or the optimizer has other parameters
             or maximizes the loss.
     """
-    check_trainable(groups)
+    if not groups[0]["params"]:
+        raise ValueError(
+            "expected a policy with trainable parameters, got requires_grad=False for all of them: enable some in the "
+            "function that is passed as policy=, or add adapters to the model"
+        )
     trained = {id(one) for group in groups for one in group["params"]}
     optimizer = _build_optimizer(builder, groups)
     _check_parameters(optimizer, trained)
@@ -421,7 +381,12 @@ def call_closure(_: Optimizer, arguments: Any, keywords: dict[str, Any]) -> tupl
 
 def _build_scheduler(builder: SchedulerBuilder, optimizer: Optimizer) -> LRScheduler:
     scheduler = builder(optimizer)
-    check_scheduler(scheduler)
+    if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+        reads = ", which waits for a metric" if isinstance(scheduler, ReduceLROnPlateau) else ""
+        raise ValueError(
+            "expected lr_scheduler to build a scheduler of torch.optim.lr_scheduler that counts optimizer steps, such "
+            f"as warmup_then_linear(5, 100), got {type(scheduler).__name__}{reads}"
+        )
     return scheduler
 
 
@@ -452,108 +417,6 @@ def _build_optimizer(builder: OptimizerBuilder, groups: list[dict[str, Any]]) ->
             f"{type(optimizer).__name__}, whose step calls a closure for the loss several times: use AdamW or SGD"
         )
     return optimizer
-
-
-def check_eos(eos_token_ids: Iterable[int], vocabulary: int) -> None:
-    """Raise ValueError for EOS ids outside the policy's vocabulary."""
-    outside = sorted(i for i in eos_token_ids if not 0 <= i < vocabulary)
-    if outside:
-        raise ValueError(
-            f"expected eos_token_ids in [0, {vocabulary}), the policy's vocabulary, got {outside}: pass "
-            "eos_token_ids= of this policy, or its tokenizer"
-        )
-
-
-def wrong_eos(
-    sampling: SamplingParams,
-    tokenizer: PreTrainedTokenizerBase | None,
-    prompt: Prompt | None = None,
-    options: Mapping[str, Any] = MappingProxyType({}),
-) -> Finding | None:
-    """Return a finding if the token that the chat template writes after an answer does not end a response, or is none.
-
-    Args:
-        sampling: Sampling parameters with EOS ids.
-        tokenizer: Tokenizer of the policy.
-        prompt: A prompt of the run, or None for chats; nothing is found for plain text, which uses no template.
-        options: Further arguments of the chat template.
-    """
-    ids = list(sampling.eos_token_ids or ())
-    after = None if tokenizer is None else text_after_answer(tokenizer, options)
-    if tokenizer is None or after is None or any(stop in after for stop in sampling.stop):
-        return None
-    ending = answer_end(tokenizer, after)
-    if ending in ids or not is_chat(prompt, ending):
-        return None
-    if ending is None:
-        between = text_after_answer(tokenizer, options, [{"role": "user", "content": "two"}]) or ""
-        written: Any = tokenizer(between, add_special_tokens=False)["input_ids"]
-        if set(written) & set(ids):  # as the marker of the next role, which ends answers of GLM
-            return None
-        return Finding(
-            check="eos",
-            observed="the chat template ends an answer with no token that ends a response: the policy has not seen an "
-            "EOS there, so answers may continue to max_new_tokens",
-            cure="a tokenizer.chat_template that writes the EOS after an answer, or a stop string",
-            severity="warning",
-        )
-    name = f"{ending} ({tokenizer.convert_ids_to_tokens(ending)})"
-    return Finding(
-        check="eos",
-        observed=f"the chat template ends an answer with {name}, which does not end a response: answers continue to "
-        "max_new_tokens",
-        cure=f"eos_token_ids={[*ids, ending]}",
-        severity="error",
-    )
-
-
-def warn_of_eos(
-    tokenizer: PreTrainedTokenizerBase | None,
-    samplings: Iterable[tuple[SamplingParams, Prompt | None, Mapping[str, Any]]],
-) -> None:
-    """Warn once of each :func:`wrong_eos` of sampling parameters with a prompt and options of the chat template."""
-    faults = (wrong_eos(sampling, tokenizer, prompt, options) for sampling, prompt, options in samplings)
-    for observed, cure in dict.fromkeys((fault.observed, fault.cure) for fault in faults if fault is not None):
-        rank_zero_warn(f"{observed}; pass " + (f"sampling=SamplingParams({cure}, ...)" if "=" in cure else cure))
-
-
-def warn_of_prompts(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase | None, sampling: SamplingParams
-) -> None:
-    """Warn of each kind of :func:`prompt_findings` once."""
-    for fault in prompt_findings(prompts, tokenizer, sampling.eos_token_ids or ()):
-        rank_zero_warn(f"{fault.observed}; {fault.cure}")
-
-
-def text_after_answer(
-    tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], messages: Sequence[Any] = ()
-) -> str | None:
-    """Return the text that the chat template writes after an answer, with messages; None if it writes no answer."""
-    if not tokenizer.chat_template:
-        return None
-    history: Any = [{"role": "user", "content": "one"}, {"role": "assistant", "content": ANSWER}, *messages]
-    try:
-        text = str(tokenizer.apply_chat_template(history, tokenize=False, **options))
-    except Exception:  # noqa: BLE001  a template may raise anything
-        return None
-    _, answer, after = text.rpartition(ANSWER)
-    return after if answer else None
-
-
-def answer_end(tokenizer: PreTrainedTokenizerBase, after: str) -> int | None:
-    """Return the first special token of the text after an answer; None if there is none."""
-    written: Any = tokenizer(after, add_special_tokens=False)["input_ids"]
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    return next((token for token in written if token in special), None)
-
-
-def is_chat(prompt: Prompt | None, ending: int | None = None) -> bool:
-    """Return True for chat messages or None, and for a prompt with the token after which a template ends messages."""
-    return (
-        prompt is None
-        or not (isinstance(prompt.content, str) or is_token_ids(prompt.content))
-        or ending in prompt.token_ids
-    )
 
 
 def check_changes(names: Iterable[str], known: Iterable[str]) -> None:

@@ -52,7 +52,7 @@ def report(
     """
     if missing := [package for package in PACKAGES if find_spec(package) is None]:
         raise SystemExit(f"expected {' and '.join(missing)} for the report: pip install 'lightning-rl[report]'")
-    prompts, parts = data.prompts_per_rollout, module.minibatches_per_rollout * trainer.world_size
+    prompts, parts = data.prompts_per_rollout, module.options.minibatches_per_rollout * trainer.world_size
     if prompts % parts:
         shares = [str(number) for number in range(1, prompts + 1) if prompts % number == 0]
         raise SystemExit(f"expected updates of a rollout x devices to be one of {', '.join(shares)}, got {parts}")

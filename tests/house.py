@@ -29,7 +29,7 @@ OUTSIDE = re.compile(
 )
 FIRST = {"Reading", "Prompt"}
 NO_SAMPLE = {
-    "SamplingParams", "ModelOptions", "Rewards", "Evaluation", "Conversations", "Critic", "Options", "RunSpec",
+    "SamplingParams", "ModelOptions", "Rewards", "Evaluation", "Conversations", "Critic", "Options",
     "Needs", "WeightPlan", "Kernel", "Hardware", "FunctionLoss", "DrGRPO", "Columns", "Limits", "RunModels",
     "WeightFiles", "WeightSync", "Sampler", "Collector", "Run", "RolloutGenerator", "GeneratorAhead", "RunState",
     "Environments", "Algorithm", "ConversationLimits", "RowCheck", "Bridge", "CallStyle", "ModuleValues",

@@ -25,7 +25,7 @@ from lightning_rl.serialization import describe
 
 def written(module: RLLightningModule, data: PromptDataModule | None = None, **options: Any) -> dict[str, Any]:
     """The configuration of a short fit."""
-    return configuration(module, fit(module, data=data, limit_train_batches=1, **options))
+    return configuration(module.options, fit(module, data=data, limit_train_batches=1, **options))
 
 
 def test_hparams_yaml_holds_everything(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_no_file_of_a_run_holds_a_key(tmp_path: Path) -> None:
 def test_every_logger_gets_it() -> None:
     loggers, module = [Listening(), Listening()], tiny_module()
     trainer = fit(module, logger=loggers, limit_train_batches=1)
-    assert [dict(logger.params[0]) for logger in loggers] == [configuration(module, trainer)] * 2
+    assert [dict(logger.params[0]) for logger in loggers] == [configuration(module.options, trainer)] * 2
 
 
 def test_a_checkpoint_holds_it_and_loads_without_pickles(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_switched_off_it_is_absent() -> None:
     plain, off = tiny_module(), tiny_module(top_k=0, top_p=1.0, min_p=0.0)
     fit(plain)
     fit(off, callbacks=[recorder(seen)("seen")])
-    assert off.engine.extras == frozenset() and all(not rollout.token_extras for rollout in seen)
+    assert off.options.engine.extras == frozenset() and all(not rollout.token_extras for rollout in seen)
     first, second = weights_of(plain), weights_of(off)
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 

@@ -67,7 +67,7 @@ def test_fit_trains_and_saves_its_configuration(folder: Path) -> None:
     assert cli.trainer.global_step == 2
     assert isinstance(cli.model.algorithm.loss, ClippedSurrogate) and cli.model.algorithm.loss.clip_high == 0.28
     assert {NoEOSMask, ReferenceKL} <= {type(callback) for callback in callbacks_of(cli.trainer)}
-    assert cli.model.rewards.weights == {"right": 1.0, "short": 0.1}
+    assert cli.model.options.rewards.weights == {"right": 1.0, "short": 0.1}
     log = Path(str(cli.trainer.log_dir))
     assert "reward/right" in (log / "metrics.csv").read_text().splitlines()[0].split(",")
     options = yaml.safe_load((log / "hparams.yaml").read_text())["module"]
@@ -154,8 +154,8 @@ def test_a_reward_and_a_reduction_with_options_are_what_the_file_says(folder: Pa
         config["model"] |= {"rewards": rewards, "reduction": reduction}
         (folder / "run.yaml").write_text(yaml.safe_dump(config))
         model = LightningCLI(RLLightningModule, PromptDataModule, args=["--config", "run.yaml"], run=False).model
-        assert model.rewards.weights == weights and model.algorithm.reduction == SequenceSumNorm(8)
-        assert list(model.rewards.by_name.values()) == [NumberMatch(strict=True)]
+        assert model.options.rewards.weights == weights and model.algorithm.reduction == SequenceSumNorm(8)
+        assert list(model.options.rewards.by_name.values()) == [NumberMatch(strict=True)]
 
 
 MODELS = """
@@ -199,7 +199,7 @@ def test_functions_without_annotations_are_found_by_name(
         option: f"my_models.{name}" for option, name in named.items()
     }
     cli = run("fit", "--config", "run.yaml")
-    assert cli.trainer.global_step == 2 and cli.model.tokenizer is not None
+    assert cli.trainer.global_step == 2 and cli.model.options.tokenizer is not None
     assert {name: getattr(source, "__name__", source) for name, source in cli.model.models.sources.items()} == {
         "policy": "policy", "reference": "policy", "critic": "critic",
     }  # fmt: skip

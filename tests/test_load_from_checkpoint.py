@@ -66,7 +66,7 @@ def test_weights_and_options_come_back(tmp_path: Path) -> None:
     loaded = RLLightningModule.load_from_checkpoint(path, **AGAIN)
     assert equal(weights_of(loaded), weights_of(module))
     assert describe(loaded.options) == describe(module.options)
-    assert loaded.sampling == SamplingParams(max_new_tokens=8, temperature=0.7)
+    assert loaded.options.sampling == SamplingParams(max_new_tokens=8, temperature=0.7)
 
 
 def test_only_code_has_to_be_given_again(plain: tuple[RLLightningModule, Path]) -> None:
@@ -140,14 +140,14 @@ def test_a_policy_by_path_and_its_tokenizer_need_nothing(tmp_path: Path) -> None
     loaded = RLLightningModule.load_from_checkpoint(path, rewards=parity_reward)
     assert equal(weights_of(loaded), weights_of(module))
     assert describe(loaded.options) == describe(module.options)
-    assert loaded.tokenizer is not None and loaded.tokenizer.name_or_path == str(tmp_path / "policy")
+    assert loaded.options.tokenizer is not None and loaded.options.tokenizer.name_or_path == str(tmp_path / "policy")
     assert loaded.generate(["a b", "c"]) == module.generate(["a b", "c"])
 
 
 def test_options_replace_those_of_the_run(plain: tuple[RLLightningModule, Path]) -> None:
     _, path = plain
     loaded = RLLightningModule.load_from_checkpoint(path, **AGAIN, group_size=2, loss="reinforce")
-    assert loaded.group_size == 2 and type(loaded.algorithm.loss).__name__ == "Reinforce"
+    assert loaded.options.group_size == 2 and type(loaded.algorithm.loss).__name__ == "Reinforce"
 
 
 @pytest.mark.parametrize("option", ["policy", "tokenizer", "loss"])
@@ -205,8 +205,8 @@ def test_options_of_groups_come_back(tmp_path: Path) -> None:
     critic = Critic("shared", loss=ValueLoss(coef=0.3))
     _, path = saved(tmp_path, critic=critic, advantages="gae", packing=False, reward_timeout=9.0)
     loaded = RLLightningModule.load_from_checkpoint(path, **AGAIN)
-    assert loaded.critic == critic and loaded.models.options == ModelOptions(packing=False)
-    assert (loaded.rewards.timeout, loaded.rewards.weights) == (9.0, {"parity_reward": 1.0})
+    assert loaded.options.critic == critic and loaded.models.options == ModelOptions(packing=False)
+    assert (loaded.options.rewards.timeout, loaded.options.rewards.weights) == (9.0, {"parity_reward": 1.0})
     rewards = Rewards({"exact": (ExactMatch(), 0.5)}, max_failure_rate=None)
     again = restore_options({"rewards": describe(rewards)}, {})[0]["rewards"]
     assert (again.sources, again.max_failure_rate) == (rewards.sources, None)
@@ -318,4 +318,4 @@ def test_options_of_the_data_are_not_those_of_the_module(tmp_path: Path) -> None
     module = tiny_module()
     trainer = fit(module, data=PromptDataModule([[2, 3], [4]], 2, seed=9), limit_train_batches=1)
     trainer.save_checkpoint(tmp_path / "whole.ckpt")
-    assert RLLightningModule.load_from_checkpoint(tmp_path / "whole.ckpt", **AGAIN).seed == 0
+    assert RLLightningModule.load_from_checkpoint(tmp_path / "whole.ckpt", **AGAIN).options.seed == 0

@@ -8,14 +8,14 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from kit.specs import check, spec_of
+from kit.run_checks import check, options_of, refuse
 from kit.support import (
     a_trainer,
+    an_algorithm,
     callback_of,
     fit,
     parity_reward,
@@ -27,6 +27,7 @@ from kit.support import (
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR
 
@@ -56,6 +57,7 @@ from lightning_rl import (
     warmup_then_linear,
 )
 from lightning_rl.advantages import ESTIMATORS, Estimator, Normalized, ReMax
+from lightning_rl.algorithm import Needs, needs
 from lightning_rl.callbacks import (
     OPSM,
     AdaptiveKL,
@@ -73,27 +75,27 @@ from lightning_rl.callbacks import (
 )
 from lightning_rl.corrections import Corrections
 from lightning_rl.corrections.rl_callback import Ratio
+from lightning_rl.distributed import Parallel
 from lightning_rl.environments import Environment, EnvironmentReward
 from lightning_rl.losses import resolve_loss
 from lightning_rl.rewards import ChoiceMatch, ExactMatch, Length, NumberMatch, SubprocessReward
-from lightning_rl.run_spec import (
-    Needs,
+from lightning_rl.run_checks import (
     check_estimator,
     check_pipelining,
     check_ratios,
     check_reads,
     check_run,
     check_sizes,
-    needs,
 )
 
 
 def reads(*callbacks: RLCallback, **given: Any) -> Needs:
     """The check under settings in which nothing is missing."""
-    settings: dict[str, Any] = {"steps_per_rollout": 4, **given}
+    settings: dict[str, Any] = {"minibatches_per_rollout": 4, **given}
     settings["advantages"] = settings.pop("estimator", "grpo")
     check(check_reads, *callbacks, **settings)
-    return needs(spec_of(*callbacks, **settings).algorithm, steps_per_rollout=settings["steps_per_rollout"])
+    algorithm = an_algorithm(callbacks, advantages=settings["advantages"])
+    return needs(algorithm, steps_per_rollout=settings["minibatches_per_rollout"])
 
 
 def reader(name: str = "reader", *, early: tuple[str, ...] = (), late: tuple[str, ...] = ()) -> RLCallback:
@@ -155,10 +157,10 @@ def test_a_field_that_is_read_before_it_exists_is_refused_with_the_stage(method:
     callback = callback_of("early", **{method: lambda seen: seen})
     callback.reads = (field,)
     if exists:
-        reads(callback, estimator=GAE(), critic=True)
+        reads(callback, estimator=GAE(), critic="shared")
         return
     with pytest.raises(ValueError, match=f'Early reads "{field}" in {method}, before {field} exist: read it'):
-        reads(callback, estimator=GAE(), critic=True)
+        reads(callback, estimator=GAE(), critic="shared")
 
 
 def test_a_provide_that_returns_something_else_than_it_says_is_refused() -> None:
@@ -176,7 +178,7 @@ def test_reading_values_without_a_critic_names_reader_and_setting(given: dict[st
     who = "GAE" if given else "Reader"
     with pytest.raises(ValueError, match=f'{who} reads "values", but there is no critic: pass critic= to the module'):
         reads(*callbacks, **given)
-    assert reads(*callbacks, critic=True, **given).old_logprobs
+    assert reads(*callbacks, critic="shared", **given).old_logprobs
 
 
 @pytest.mark.parametrize("make", [RolloutKL, OffPolicyIS, lambda: OPSM(against="rollout")])
@@ -209,26 +211,26 @@ def test_an_engine_that_gives_no_log_probabilities_is_an_error_where_somebody_re
 def test_passes_run_only_where_somebody_reads_them(
     callbacks: list[RLCallback], steps: int, old: bool, ref: bool
 ) -> None:
-    assert reads(*callbacks, steps_per_rollout=steps) == Needs(old_logprobs=old, ref_logprobs=ref)
+    assert reads(*callbacks, minibatches_per_rollout=steps) == Needs(old_logprobs=old, ref_logprobs=ref)
 
 
 def test_a_reference_penalty_in_the_reward_needs_the_old_pass_even_with_one_step() -> None:
-    found = reads(ReferenceKL(), steps_per_rollout=1, estimator=GAE(), critic=True)
+    found = reads(ReferenceKL(), minibatches_per_rollout=1, estimator=GAE(), critic="shared")
     assert found.old_logprobs and found.ref_logprobs
 
 
 def test_a_correction_that_can_never_act_warns_and_names_the_other_setting() -> None:
     with pytest.warns(UserWarning, match=r'OPSM has no effect: use OPSM\(against="rollout"\), or take more steps'):
-        reads(OPSM(), steps_per_rollout=1)
+        reads(OPSM(), minibatches_per_rollout=1)
     with pytest.warns(
         UserWarning, match=r"Reader has no effect, or take more steps \(minibatches_per_rollout=, epochs_per_rollout=\)"
     ):
-        reads(reader(late=("old_logprobs",)), steps_per_rollout=1)
+        reads(reader(late=("old_logprobs",)), minibatches_per_rollout=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        reads(OPSM(), steps_per_rollout=2)
-        reads(ReferenceKL(as_loss=True, unbiased=True), steps_per_rollout=1)  # its ratio of 1 has a gradient
-        reads(OPSM(against="rollout"), steps_per_rollout=1)
+        reads(OPSM(), minibatches_per_rollout=2)
+        reads(ReferenceKL(as_loss=True, unbiased=True), minibatches_per_rollout=1)  # its ratio of 1 has a gradient
+        reads(OPSM(against="rollout"), minibatches_per_rollout=1)
 
 
 def weigher(name: str, ratio: Ratio | None, alternative: str | None = None) -> RLCallback:
@@ -278,12 +280,12 @@ def test_token_rewards_under_a_scalar_estimator_name_both_and_the_fix(estimator:
     with pytest.raises(
         ValueError, match=rf"{name} returns a reward .* advantages={estimator.name} .*{name}\(as_loss=True\)"
     ):
-        check(check_estimator, penalty(), advantages=estimator, critic=False)
-    check(check_estimator, penalty(as_loss=True), advantages=estimator, critic=False)
-    check(check_estimator, penalty(), advantages=GAE(), critic=True)
+        check(check_estimator, penalty(), advantages=estimator, critic=None)
+    check(check_estimator, penalty(as_loss=True), advantages=estimator, critic=None)
+    check(check_estimator, penalty(), advantages=GAE(), critic="shared")
     own = callback_of("own", token_reward=lambda rollout: rollout.values)
     with pytest.raises(ValueError, match=r"Own returns .* per row: use a per-token estimator such as GAE"):
-        check(check_estimator, own, advantages=estimator, critic=False)
+        check(check_estimator, own, advantages=estimator, critic=None)
 
 
 COMPARING = [*(ESTIMATORS[name] for name in ("grpo", "dr_grpo", "rloo", "maxrl", "opo")), Normalized()]
@@ -295,8 +297,8 @@ COMPARING += [Normalized(mean="none", std="group"), Normalized(mean="group", std
 def test_comparing_the_samples_of_a_prompt_takes_more_than_one(estimator: Estimator) -> None:
     written = [f'"{name}"' for name, known in ESTIMATORS.items() if known is estimator] or [estimator.name]
     with pytest.raises(ValueError, match=f"advantages={written[0]} compares .* use group_size=2 or more, or an"):
-        check(check_estimator, advantages=estimator, critic=False, group_size=1)
-    check(check_estimator, advantages=estimator, critic=False, group_size=2)
+        check(check_estimator, advantages=estimator, critic=None, group_size=1)
+    check(check_estimator, advantages=estimator, critic=None, group_size=2)
 
 
 @pytest.mark.parametrize(
@@ -305,43 +307,42 @@ def test_comparing_the_samples_of_a_prompt_takes_more_than_one(estimator: Estima
     ids=lambda estimator: estimator.name,
 )
 def test_one_sample_of_each_prompt_is_enough_for_the_others(estimator: Estimator) -> None:
-    check(check_estimator, advantages=estimator, critic="values" in estimator.reads, group_size=1)
+    check(check_estimator, advantages=estimator, critic="shared" if "values" in estimator.reads else None, group_size=1)
 
 
 def test_a_bonus_that_compares_rows_and_a_greedy_baseline_exclude_each_other() -> None:
     with pytest.raises(
         ValueError, match=r"advantages=ReMax .* greedy answer, which RewardNormalization .* use one without the other"
     ):
-        check(check_estimator, RewardNormalization(), advantages=ReMax(), critic=False)
-    check(check_estimator, OverlongPenalty(9, 4), advantages=ReMax(), critic=False)
-    check(check_estimator, RewardNormalization(), advantages=RawReward(), critic=False)
+        check(check_estimator, RewardNormalization(), advantages=ReMax(), critic=None)
+    check(check_estimator, OverlongPenalty(9, 4), advantages=ReMax(), critic=None)
+    check(check_estimator, RewardNormalization(), advantages=RawReward(), critic=None)
 
 
 def test_a_critic_that_nobody_reads_is_refused() -> None:
     with pytest.raises(ValueError, match="critic= has no effect, because advantages=GRPO reads no values: use GAE"):
-        check(check_estimator, advantages=GRPO(), critic=True)
-    check(check_estimator, advantages=GAE(), critic=True)
+        check(check_estimator, advantages=GRPO(), critic="shared")
+    check(check_estimator, advantages=GAE(), critic="shared")
 
 
 @pytest.mark.parametrize(
     ("prompts", "minibatches", "ranks", "fits"), [(8, 2, 2, True), (8, 3, 1, False), (8, 2, 3, False)]
 )
 def test_rollouts_that_do_not_split_evenly_are_refused(prompts: int, minibatches: int, ranks: int, fits: bool) -> None:
-    parallel = cast(Any, SimpleNamespace(ranks=ranks))
     if fits:
-        check(check_sizes, prompts_per_rollout=prompts, minibatches=minibatches, parallel=parallel)
+        refuse(check_sizes(prompts, minibatches, ranks))
         return
     message = f"minibatches_per_rollout x ranks, got {prompts} for {minibatches} x {ranks}: prompts_per_rollout=6 or "
     with pytest.raises(ValueError, match=message):
-        check(check_sizes, prompts_per_rollout=prompts, minibatches=minibatches, parallel=parallel)
+        refuse(check_sizes(prompts, minibatches, ranks))
 
 
 @pytest.mark.parametrize("correction", [DynamicSampling(), RewardNormalization("group", "none")])
 def test_corrections_that_compare_groups_refuse_groups_of_one(correction: RLCallback) -> None:
     with pytest.raises(ValueError, match=r"compares the samples of a prompt, which group_size=1 does not have: use"):
-        check(check_estimator, correction, advantages=RawReward(), critic=False, group_size=1)
-    check(check_estimator, correction, advantages=RawReward(), critic=False, group_size=2)
-    check(check_estimator, RewardNormalization(), advantages=RawReward(), critic=False, group_size=1)
+        check(check_estimator, correction, advantages=RawReward(), critic=None, group_size=1)
+    check(check_estimator, correction, advantages=RawReward(), critic=None, group_size=2)
+    check(check_estimator, RewardNormalization(), advantages=RawReward(), critic=None, group_size=1)
 
 
 def pipelining(*callbacks: RLCallback, loss: Any = None, max_staleness: int = 1, **engine: Any) -> None:
@@ -405,9 +406,14 @@ def test_a_weight_mask_or_centering_against_the_engine_corrects_for_earlier_weig
 
 
 def test_all_problems_of_a_run_are_reported_at_once() -> None:
-    spec = spec_of(OffPolicyIS(), ReferenceKL(), reader(early=("extra",)), critic=True, group_size=1)
+    corrections = Corrections([OffPolicyIS(), ReferenceKL(), reader(early=("extra",))])
     with pytest.raises(ValueError, match=r"^5 problems:") as refused:
-        check_run(spec)
+        check_run(
+            options_of(critic="shared", group_size=1),
+            corrections,
+            Parallel(SingleDeviceStrategy()),
+            prompts_per_rollout=None,
+        )
     starts = ["OffPolicyIS carries", "ReferenceKL returns", 'advantages="grpo"', "critic= has", "expected Reader"]
     lines = str(refused.value).splitlines()[1:]
     assert [line.startswith(f"* {start}") for line, start in zip(lines, starts, strict=True)] == [True] * 5

@@ -333,7 +333,7 @@ class _RunWatch:
         self._passes: dict[int, Tensor] = {}
         self.fields.state.active = True
         self._rates = StepRates(module, lambda: self.fields.state.idled, rates_set=bool(self.fields.state.setting))
-        self._rewards, self._replays = RewardWatch(module.rewards.by_name), ReplayWatch()
+        self._rewards, self._replays = RewardWatch(module.options.rewards.by_name), ReplayWatch()
         self._prompts, self._earlier = PromptWatch(module), list[Earlier]()
         self._resumed = list(forgotten_states(module))
         self.evaluations = EvaluationWatch()
@@ -423,7 +423,7 @@ class _RunWatch:
             reward_prompts=self._prompts.of_rewards(self.calls, samples),
             repeats=self._prompts.repeats(rollout, self._number, self.calls, samples),
             held_out=self._prompts.held_out(rollout, self.calls, samples),
-            text=partial(_decode, module.tokenizer, module.run.sampling.eos_token_ids or ()),
+            text=partial(_decode, module.options.tokenizer, module.run.sampling.eos_token_ids or ()),
             numbers=module.parallel.collectives.objects(
                 {callback.name: numbers_of(callback) for callback in self._corrections if callback.affects}
             ),

@@ -66,25 +66,25 @@ class RunFacts:
         """Return the facts of a module during a fit."""
         data = module.data_module
         changed = any(overrides(data, name, PromptDataModule) for name in ("take", "at", "load_state_dict"))
-        sampling, limit = module.run.sampling, module.max_grad_norm
+        sampling, limit = module.run.sampling, module.options.max_grad_norm
         limits = None if (environments := module.sampler.environments) is None else environments.limits
         mixed = str(module.trainer.precision) not in ("32-true", "64-true")
         return RunFacts(
             temperature=sampling.temperature,
             tolerance=COARSE if mixed else TOLERANCE.get(module.required_policy.model.dtype, COARSE),
-            group_size=module.group_size,
+            group_size=module.options.group_size,
             groups=module.data_module.prompts_per_rollout // module.parallel.ranks,
-            minibatches=module.minibatches_per_rollout,
+            minibatches=module.options.minibatches_per_rollout,
             ranks=module.parallel.ranks,
             max_new_tokens=sampling.max_new_tokens,
             max_turns=0 if limits is None else limits.turns,
             max_turn_tokens=2**31 if limits is None else limits.turn_tokens or 2**31,
             max_length=2**31 if limits is None else limits.length or 2**31,
-            max_staleness=module.max_staleness,
+            max_staleness=module.options.max_staleness,
             max_grad_norm=float("inf") if limit is None else limit,
-            engine=type(module.engine).__name__,
-            reward_weights=module.rewards.weights,
-            seed=module.seed,
+            engine=type(module.options.engine).__name__,
+            reward_weights=module.options.rewards.weights,
+            seed=module.options.seed,
             environment_names=tuple(sorted(module.environment_factories)),
             evaluations=tuple(
                 (one.name, one.samples, cast(tuple[int, ...], one.pass_at)) for one in module.evaluator.evaluations

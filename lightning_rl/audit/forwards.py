@@ -168,7 +168,7 @@ def token_gradients(module: RLLightningModule, rows: Rollout) -> tuple[Tensor, .
     no plain forward, no small trained parameter, or if the rows are too long.
     """
     rows = rows.select(torch.arange(min(PLAIN_ROWS, len(rows)), device=rows.groups.device))
-    policy, temperature = module.required_policy, module.sampling.temperature
+    policy, temperature = module.required_policy, module.options.sampling.temperature
     trained = [
         (name, weight)
         for name, weight in policy.named_parameters()
@@ -302,7 +302,7 @@ def plain_forwards(module: RLLightningModule, rows: Rollout) -> list[PlainForwar
     """
     if not forwards_plainly(module) or not len(rows):
         return []
-    reference, temperature = module.models.reference, module.sampling.temperature
+    reference, temperature = module.models.reference, module.options.sampling.temperature
     few = rows.select(torch.arange(min(PLAIN_ROWS, len(rows)), device=rows.groups.device))
     with module.trainer.precision_plugin.forward_context():
         scores = _stretches("policy", module.required_policy.model, few, temperature)

@@ -94,7 +94,7 @@ class PromptWatch:
         """Return the samples of a few groups for which a reward got columns of another row, by name of the reward."""
         if self._data.pass_length is None:
             return {}
-        size, wrong = self._module.group_size, dict[str, list[int]]()
+        size, wrong = self._module.options.group_size, dict[str, list[int]]()
         groups = sorted({sample // size for ids in samples for sample in ids})[:MAX_GROUPS]
         rows = dict(zip(groups, self._data.at(groups), strict=True))
         for call, ids in zip(calls, samples, strict=True):
@@ -117,7 +117,7 @@ class PromptWatch:
         return {sample: self._encode(*shown) for sample, shown in list(contents.items())[:MAX_GROUPS]}
 
     def _encode(self, content: Any, columns: Mapping[str, Any]) -> Ids:
-        tokenizer: Any = self._module.tokenizer
+        tokenizer: Any = self._module.options.tokenizer
         if is_token_ids(content):
             return tuple(map(int, content))
         if isinstance(content, str):
@@ -171,7 +171,7 @@ class PromptWatch:
         for evaluation in self._module.evaluator.evaluations:
             encoded = encode_prompts(
                 evaluation.prompts,
-                self._module.tokenizer,
+                self._module.options.tokenizer,
                 self._module.required_policy.model,
                 self._module.run.sampling.max_new_tokens,
             )
@@ -209,7 +209,7 @@ class PromptWatch:
     ) -> Repeats | None:
         """Return counts of repeated rows over all ranks; None if repeats are intended. A collective."""
         rows = self._own_rows(rollout, calls, samples)
-        size, real = self._module.group_size, [sample for sample, _ in _prompts_of(rollout)]
+        size, real = self._module.options.group_size, [sample for sample, _ in _prompts_of(rollout)]
         own: dict[int, Ids | None] = {sample // size: None for sample in real}
         own |= {sample // size: rows[sample] for sample in real if sample in rows}
         shares = self._module.parallel.collectives.objects(own)

@@ -9,8 +9,8 @@ from lightning_rl.environments.outcome import report_environments
 from lightning_rl.evaluation.prompt_encoding import encode_prompts, is_single
 from lightning_rl.evaluation.questions import with_eos
 from lightning_rl.generation import Engine, SamplingParams
+from lightning_rl.generation.sampling_params import filter_problems
 from lightning_rl.rollouts.sample import Sampler
-from lightning_rl.run_spec import filter_problems
 from lightning_rl.utils.arguments import check_counts
 
 

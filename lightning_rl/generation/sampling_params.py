@@ -1,11 +1,13 @@
 """Filters of sampling parameters: top-k, top-p and min-p as masks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lightning_rl.generation.engine import Engine
+from lightning_rl.rollout import SAMPLING_MASK
 from lightning_rl.samples import SamplingParams
 
 CANDIDATES = 1024  # most likely tokens that top-p tries before it sorts the vocabulary
@@ -78,3 +80,20 @@ def _until(
     kept = (units.cumsum(-1) - units < share.double() * UNITS) & (mass > 0)
     kept[:, 0] = True
     return torch.zeros(len(mass), vocabulary, dtype=torch.bool, device=mass.device).scatter_(1, order, kept)
+
+
+def filter_problems(sampling: SamplingParams, engine: Engine) -> Iterator[str]:
+    """Yield a problem if the engine ignores a filter, or needs one because it records sampling masks as lists."""
+    lists_masks = SAMPLING_MASK in engine.extras and engine.capabilities.lists_masks
+    if sampling.temperature > 0 and not sampling.filters and lists_masks:
+        yield (
+            f"expected a greedy or filtered evaluation, because training filters, got temperature="
+            f"{sampling.temperature} alone: {type(engine).__name__} would list the whole vocabulary per token; "
+            "pass top_k=, top_p= or min_p=, or engine=TransformersEngine()"
+        )
+    if sampling.filters and not engine.capabilities.filters:
+        yield (
+            f"expected an engine that supports top_k={sampling.top_k}, top_p={sampling.top_p}, "
+            f"min_p={sampling.min_p} of an evaluation, got {type(engine).__name__}, which ignores them: use "
+            "engine=TransformersEngine(), or remove them"
+        )

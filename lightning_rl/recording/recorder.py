@@ -70,7 +70,7 @@ class RolloutRecorder(RLCallback):
     ) -> None:
         module = cast(RLLightningModule, pl_module)
         if batch.step == 0:
-            self._vocabulary = self._vocabulary or Vocabulary(module.tokenizer)
+            self._vocabulary = self._vocabulary or Vocabulary(module.options.tokenizer)
             due = batch.rollout % self.every_n_rollouts == 0
             self._draft = _RecordingDraft(module, batch.rollout, self._vocabulary) if due else None
         if self._draft is not None:
@@ -220,7 +220,7 @@ class _RecordingDraft:
             for name, tensor in values.items() if len(rows) else ():
                 empty = torch.zeros(self.rollout.response_ids.shape, dtype=tensor.dtype)
                 table = self.tensors.setdefault(
-                    f"pass/{trace.step // self.module.minibatches_per_rollout}/{name}", empty
+                    f"pass/{trace.step // self.module.options.minibatches_per_rollout}/{name}", empty
                 )
                 table[rows.cpu(), : tensor.shape[1]] = tensor[view.real].detach().cpu()
 
@@ -232,7 +232,7 @@ class _RecordingDraft:
 
     def recording(self) -> Recording:
         """Return the recording; steps that the run did not reach are missing."""
-        rollout, tokenizer = cast(Rollout, self.rollout).to("cpu"), self.module.tokenizer
+        rollout, tokenizer = cast(Rollout, self.rollout).to("cpu"), self.module.options.tokenizer
         scored = torch.tensor([self.scored[sample] for sample in rollout.sample_ids.tolist()], dtype=torch.bool)
         tensors = {f"rollout/{name}": tensor for name, tensor in rollout.tensors()}
 

@@ -80,7 +80,7 @@ class RunReport(RolloutRecorder):
         """Continue the files of an earlier run up to this point; later lines are replaced."""
         keeper = _RowKeeper(self.folder, trainer.default_root_dir)
         if trainer.is_global_zero:
-            keeper.write(RUN, json.dumps(configuration(module, trainer), default=str))
+            keeper.write(RUN, json.dumps(configuration(module.options, trainer), default=str))
             keeper.append(METRICS, {BEGIN: self._step})
         keeper.append(self._findings_file(trainer), {BEGIN: step_index.rollout})
         parallel = module.parallel

@@ -84,7 +84,7 @@ def choose_rows(rollout: Rollout, number: int) -> list[int]:
 def _sample(rollout: Rollout, row: int, module: RLLightningModule) -> dict[str, Any]:
     def text(ids: Tensor, length: Tensor) -> str:
         known = ids[: int(length)].tolist()
-        return str(known if module.tokenizer is None else module.tokenizer.decode(known))
+        return str(known if module.options.tokenizer is None else module.options.tokenizer.decode(known))
 
     figures = {name: float(values[row]) for name, values in rollout.rewards_by_function.items()}
     rewards = {"task": float(rollout.rewards[row]) if rollout.rewarded[row] else math.nan, **figures}

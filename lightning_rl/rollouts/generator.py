@@ -49,7 +49,7 @@ class RolloutGenerator:
     @staticmethod
     def of(module: Any, number: int, end: float) -> "RolloutGenerator":
         """Return the generator of a rollout of a module in a fit."""
-        ahead = module.max_staleness > 0
+        ahead = module.options.max_staleness > 0
         return (GeneratorAhead if ahead else RolloutGenerator)(
             number=number,
             end=end,
@@ -59,9 +59,9 @@ class RolloutGenerator:
             send=module.sync,
             phase=module.run.times.phase,
             prefetcher=module.run.prefetcher,
-            max_staleness=module.max_staleness,
+            max_staleness=module.options.max_staleness,
             skipped=module.fault_tolerance.skip_rollouts,
-            in_flight=_in_flight(module.engine, number) if ahead else {},
+            in_flight=_in_flight(module.options.engine, number) if ahead else {},
         )
 
     def sync(self) -> Samples | Sequence[Prompt] | None:

@@ -55,11 +55,11 @@ class Tokens:
     @classmethod
     def of(cls, module: TrainedModule, max_prompt_length: int, samples: Rollout | None = None) -> Self:
         """Return the tokens of responses of maximum length, or of sampled conversations, whose replies are unknown."""
-        parts = module.minibatches_per_rollout * module.parallel.ranks
-        rows = module.data_module.prompts_per_rollout * module.group_size // parts
+        parts = module.options.minibatches_per_rollout * module.parallel.ranks
+        rows = module.data_module.prompts_per_rollout * module.options.group_size // parts
         budget = module.run.max_tokens_per_microbatch
         if samples is None or not len(samples):
-            longest = max_prompt_length + module.sampling.max_new_tokens
+            longest = max_prompt_length + module.options.sampling.max_new_tokens
             return cls(longest, max(longest, min(budget, rows * longest)))
         lengths = samples.prompt_lengths + samples.response_lengths
         laid_out = pack(samples, packed=module.models.options.packing).input_ids.numel()  # a prompt once per group
@@ -96,7 +96,11 @@ def memory_plan(module: TrainedModule, max_prompt_length: int, samples: Rollout 
     activations = _activations(module, tokens.microbatch, mode)
     frozen = () if module.models.reference is None else module.models.reference.model.parameters()
     engine, cuda = _engine_bytes(module, tokens.row), module.device.type == "cuda"
-    awake = not module.engine.capabilities.sleeps if isinstance(module.engine, VLLMEngine) else module.max_staleness
+    awake = (
+        not module.options.engine.capabilities.sleeps
+        if isinstance(module.options.engine, VLLMEngine)
+        else module.options.max_staleness
+    )
     plan = MemoryPlan(
         weights=weights / shards,
         gradients=trained / (ranks if stage == 2 else shards),
@@ -109,7 +113,7 @@ def memory_plan(module: TrainedModule, max_prompt_length: int, samples: Rollout 
         activations=activations.update,
         scoring=activations.scoring,
         engine=engine,
-        asleep=engine if awake else ENGINE_CONTEXT * (cuda and isinstance(module.engine, VLLMEngine)),
+        asleep=engine if awake else ENGINE_CONTEXT * (cuda and isinstance(module.options.engine, VLLMEngine)),
         context=CONTEXT * cuda,
         checkpointing=mode,
     )
@@ -188,7 +192,7 @@ def _activations(module: TrainedModule, tokens: int, checkpointing: Checkpointin
 
 def _engine_bytes(module: TrainedModule, row_tokens: int) -> float:
     """Return the bytes of an engine on this device during generation, without a copy of the policy."""
-    engine, cuda = module.engine, module.device.type == "cuda"
+    engine, cuda = module.options.engine, module.device.type == "cuda"
     if isinstance(engine, VLLMEngine):
         cache = engine.options.get("kv_cache_memory_bytes", None if cuda else CPU_CACHE)
         if cache is not None:
@@ -197,7 +201,7 @@ def _engine_bytes(module: TrainedModule, row_tokens: int) -> float:
         return share * torch.cuda.get_device_properties(module.device).total_memory
     if not engine.capabilities.shares_policy:
         return 0
-    rows = module.data_module.prompts_per_rollout // module.parallel.ranks * module.group_size
+    rows = module.data_module.prompts_per_rollout // module.parallel.ranks * module.options.group_size
     rows = min(rows, engine.capabilities.max_rows or rows)
     text: Any = module.required_policy.model.config.get_text_config()
     keys_and_values = sum(_bytes_of_numbers(module)) / 2  # rotary embeddings convert keys to float32
@@ -207,7 +211,7 @@ def _engine_bytes(module: TrainedModule, row_tokens: int) -> float:
 
 def engine_needs(module: TrainedModule) -> tuple[float, float]:
     """Return the bytes on this device of a VLLMEngine's weights, and of the KV cache of one sequence."""
-    engine, policy = cast(VLLMEngine, module.engine), module.required_policy
+    engine, policy = cast(VLLMEngine, module.options.engine), module.required_policy
     text: Any = policy.model.config.get_text_config()
     itemsize = _bytes_of_numbers(module)[0] if engine.dtype is None else engine.dtype.itemsize
     weights = sum(w.numel() for name, w in module.parallel.full_parameters(policy) if name.startswith("model."))

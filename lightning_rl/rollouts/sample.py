@@ -168,12 +168,12 @@ class Sampler:
         """Return the sampler of a module with its built policy."""
         policy, run, parallel = module.required_policy, module.run, module.parallel
         return Sampler(
-            engine=module.engine,
-            tokenizer=module.tokenizer,
-            rewards=module.rewards,
+            engine=module.options.engine,
+            tokenizer=module.options.tokenizer,
+            rewards=module.options.rewards,
             sampling=run.sampling,
-            group_size=module.group_size,
-            seed=module.seed,
+            group_size=module.options.group_size,
+            seed=module.options.seed,
             corrections=run.corrections,
             dtype=torch.promote_types(policy.model.dtype, torch.float32),
             forward_context=parallel.strategy.precision_plugin.forward_context,
@@ -184,7 +184,7 @@ class Sampler:
             vocabulary=policy.vocabulary,
             environments=run.environments,
             needs_logprobs=run.needs.rollout_logprobs,
-            mismatch_every_n_rollouts=module.mismatch_every_n_rollouts,
+            mismatch_every_n_rollouts=module.options.mismatch_every_n_rollouts,
         )
 
     @property

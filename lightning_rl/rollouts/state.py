@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from transformers import TrainerState
 
+from lightning_rl.algorithm import Needs
 from lightning_rl.checkpointing import ConfiguredOptimizer, OptimizerChange, new_run
 from lightning_rl.checkpointing.optimizer_options import option_changes, rate_changes
 from lightning_rl.configuration import Change, check_resume, refuse_differences, warn_of_versions
@@ -28,7 +29,6 @@ from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.lost_updates import LostUpdates
 from lightning_rl.rollouts.prefetch import Prefetcher
 from lightning_rl.rollouts.progress import CurrentRollout, MaxOverRanks, Progress, RunFailure
-from lightning_rl.run_spec import Needs
 from lightning_rl.update import StepGradient
 
 MAX_NONFINITE_IN_A_ROW = 3

@@ -65,7 +65,9 @@ class StepMetrics(CoreCallback):
         self._checked = True
         if batch.step == module.steps_per_rollout - 1:
             check_rollout_end(trainer, pl_module, old=run.metrics.names - row.keys())
-            self._log.end_rollout(trainer, batch.rollout, row, run.rollout_figures, run.corrections, module.rewards)
+            self._log.end_rollout(
+                trainer, batch.rollout, row, run.rollout_figures, run.corrections, module.options.rewards
+            )
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

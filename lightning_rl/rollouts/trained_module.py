@@ -14,17 +14,36 @@ from lightning_rl.rewards import Rewards
 from lightning_rl.rollouts.state import RunState
 
 
+class TrainedOptions(Protocol):
+    """Options of the module that the log and the estimate of memory read."""
+
+    @property
+    def engine(self) -> Engine: ...  # noqa: D102
+
+    @property
+    def group_size(self) -> int: ...  # noqa: D102
+
+    @property
+    def max_staleness(self) -> int: ...  # noqa: D102
+
+    @property
+    def minibatches_per_rollout(self) -> int: ...  # noqa: D102
+
+    @property
+    def rewards(self) -> Rewards: ...  # noqa: D102
+
+    @property
+    def sampling(self) -> SamplingParams: ...  # noqa: D102
+
+
 class TrainedModule(Protocol):
     """Module of a run, as far as the callbacks of the run and the estimate of its memory read it."""
 
-    engine: Engine
-    group_size: int
-    max_staleness: int
-    minibatches_per_rollout: int
     models: RunModels
-    rewards: Rewards
     run: RunState
-    sampling: SamplingParams
+
+    @property
+    def options(self) -> TrainedOptions: ...  # noqa: D102
 
     @property
     def trainer(self) -> Trainer: ...  # noqa: D102

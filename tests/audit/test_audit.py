@@ -112,17 +112,17 @@ class Methods(RLCallback):
 
     @override
     def observe(self, rollout: Rollout) -> None:
-        parts = (self, self.module, self.module.engine, self.module.rewards, self.module.run.metrics)
+        parts = (self, self.module, self.module.options.engine, self.module.options.rewards, self.module.run.metrics)
         self.replaced |= {name for part in parts for name in vars(part) if callable(getattr(type(part), name, None))}
 
 
 @pytest.mark.nightly
 def test_nothing_of_a_run_is_wrapped_and_the_profiler_is_as_before_once_a_fit_is_over() -> None:
     profiler, module = SimpleProfiler(), tiny_module()
-    methods, functions = Methods(module), dict(module.rewards.by_name)
+    methods, functions = Methods(module), dict(module.options.rewards.by_name)
     trainer: Any = fit(module, callbacks=[methods, SignalAudit(1, "raise")], profiler=profiler)
     assert not methods.replaced
-    assert module.rewards.by_name == functions
+    assert module.options.rewards.by_name == functions
     assert trainer.profiler is profiler
     assert "[Callback]signal_audit.on_train_batch_end" in profiler.recorded_durations, "it still measures every hook"
 

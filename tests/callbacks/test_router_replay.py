@@ -300,7 +300,7 @@ def test_its_own_routes_change_nothing_bit_for_bit() -> None:
     plain, replayed = (tiny_module(policy=moe) for _ in range(2))
     fit(plain, max_steps=1)  # before the policy has moved, engine and trainer choose alike
     fit(replayed, callbacks=[RouterReplay()], max_steps=1)
-    assert plain.engine.extras == frozenset() != replayed.engine.extras
+    assert plain.options.engine.extras == frozenset() != replayed.options.engine.extras
     first, second = weights_of(plain), weights_of(replayed)
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 

@@ -480,11 +480,11 @@ def test_a_vllm_has_its_share_of_the_device(precision: str, itemsize: int, monke
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
 
     def seen(module: RLLightningModule) -> tuple[MemoryPlan, EngineRoom | None]:
-        module.engine = VLLMEngine(max_model_len=48, sleeps=True)
+        module.options = replace(module.options, engine=VLLMEngine(max_model_len=48, sleeps=True))
         with monkeypatch.context() as patch:
             patch.setattr(type(module), "device", torch.device("cuda"))
             plan = memory_plan(module, 3)
-            module.engine.close()
+            module.options.engine.close()
             return plan, engine_room(module, plan, 80 * GIB)
 
     plan, room = built(seen, precision=precision)

@@ -109,7 +109,7 @@ def test_a_run_that_generates_ahead_takes_the_policy_that_answered() -> None:
     module.generate([[2], [3]])
     assert module.models.replica is None
     fit(module, callbacks=[TruncatedIS()])
-    assert module.models.replica is not None and module.engine.holds_copy
+    assert module.models.replica is not None and module.options.engine.holds_copy
 
 
 def test_a_fit_in_bf16_takes_the_policy_that_answered() -> None:

@@ -67,7 +67,7 @@ def test_a_greedy_evaluation_and_pass_at_k_in_one_run_draw_each_sample_once(stag
     (figures,) = run(module, data, verbose=False)
     assert {name: figures[f"{stage}/{name}"] for name in EXPECTED} == pytest.approx(EXPECTED, abs=1e-6)
     assert all(name.startswith((f"{stage}/greedy/", f"{stage}/several/")) for name in figures)
-    engine = module.engine
+    engine = module.options.engine
     assert isinstance(engine, FakeEngine)
     asked = [request.sample_id for request in engine.requests]
     assert sorted(asked) == [0, 1, *range(EVALUATION, EVALUATION + 12)]

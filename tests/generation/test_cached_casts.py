@@ -87,5 +87,5 @@ def test_the_samples_and_log_probabilities_are_those_of_casts_at_every_token(
 def test_a_copy_that_decodes_has_the_dtype_of_the_run(precision: str, expected: torch.dtype) -> None:
     module = tiny_module(max_staleness=1)
     fit(module, callbacks=[TruncatedIS()], data=tiny_prompts(8, 4), precision=precision)
-    assert module.models.replica is not None and module.models.replica.dtype == expected == module.engine.dtype
+    assert module.models.replica is not None and module.models.replica.dtype == expected == module.options.engine.dtype
     assert {weight.dtype for weight in module.required_policy.parameters()} == {torch.float32}

@@ -145,10 +145,10 @@ def test_a_layer_with_another_forward_is_not_packed() -> None:
 @pytest.mark.parametrize("packs", [True, False])
 def test_a_resumed_run_keeps_the_choice_of_its_checkpoint(packs: bool, tmp_path: Path) -> None:
     module, resumed, path = tiny_module(), tiny_module(), tmp_path / "step.ckpt"
-    module.engine.load_state_dict({"packs": packs})
+    module.options.engine.load_state_dict({"packs": packs})
     fit(module, data=tiny_prompts(8, 4), max_steps=1).save_checkpoint(path)
     fit(resumed, data=tiny_prompts(8, 4), max_epochs=2, ckpt_path=path)
-    assert resumed.engine.state_dict() == {"packs": packs}
+    assert resumed.options.engine.state_dict() == {"packs": packs}
 
 
 def test_a_checkpoint_without_a_choice_resumes_with_plain_weights() -> None:

@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,9 +180,10 @@ def steps_of(recipe: Path) -> list[dict[str, float]]:
     """Loss and gradient norm of each optimizer step of a recipe, with the completions given."""
     with chdir(recipe.parent), unimported("step_rewards"):
         parts = load_recipe(recipe, [])
-        tokenizer = parts.module.tokenizer
+        tokenizer = parts.module.options.tokenizer
         assert tokenizer is not None
-        parts.module.engine = FakeEngine(speak(lambda prompt: tokenizer(prompt)["input_ids"]))
+        engine = FakeEngine(speak(lambda prompt: tokenizer(prompt)["input_ids"]))
+        parts.module.options = replace(parts.module.options, engine=engine)
         parts.trainer.fit(parts.module, parts.data)
         (log,) = recipe.parent.glob("out/**/metrics.csv")
         rows = [row for row in csv.DictReader(io.StringIO(log.read_text())) if row["loss/total"]]

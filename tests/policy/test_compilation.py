@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.specs import check
+from kit.run_checks import refuse
 from kit.strategy_cases import lora_policy
 from kit.support import fit, ragged_rollout, tiny_model, tiny_module, tiny_policy, tiny_prompts, weights_of
 from torch import Tensor
@@ -23,7 +23,7 @@ from lightning_rl.policy.activation_checkpointing import Checkpointing
 from lightning_rl.policy.build import build_policy
 from lightning_rl.policy.compilation import compile_layers, has_compilation
 from lightning_rl.policy.lora import adapters_off
-from lightning_rl.run_spec import check_kernels
+from lightning_rl.run_checks import check_kernels
 
 exactly = torch.testing.assert_close
 PLAIN, COMPILED = False, "eager"
@@ -222,5 +222,5 @@ class Splitting(Parallel):
 def test_a_strategy_that_splits_the_parts_of_a_layer_is_refused() -> None:
     parallel = Splitting(fit(tiny_module(), data=tiny_prompts(4), max_steps=1).strategy)
     with pytest.raises(ValueError, match=r"that supports compile=.*or remove it"):
-        check(check_kernels, parallel=parallel, model=ModelOptions(compile=True))
-    check(check_kernels, parallel=parallel)
+        refuse(check_kernels(ModelOptions(compile=True), parallel))
+    refuse(check_kernels(ModelOptions(), parallel))

@@ -12,16 +12,16 @@ from typing import Any, cast
 
 import pytest
 import torch
-from kit.specs import check
+from kit.run_checks import refuse
 from kit.support import fit, ragged_rollout, tiny_model, tiny_module
 from torch import Tensor
 from transformers.models.qwen2 import modeling_qwen2
 
-from lightning_rl import run_spec
+from lightning_rl import run_checks
 from lightning_rl.distributed import Parallel
 from lightning_rl.policy import ModelOptions, PolicyModel, pack
 from lightning_rl.policy.liger import apply_liger
-from lightning_rl.run_spec import check_kernels
+from lightning_rl.run_checks import check_kernels
 
 exactly = torch.testing.assert_close
 ROTATE = modeling_qwen2.apply_rotary_pos_emb
@@ -116,10 +116,10 @@ def test_it_is_refused_on_a_cpu_before_the_model_is_built() -> None:
 
 
 def test_it_is_refused_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_spec, "has_liger", lambda: False)
+    monkeypatch.setattr(run_checks, "has_liger", lambda: False)
     gpu = cast(Parallel, SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda"))))
     with pytest.raises(ValueError, match=r'pip install "lightning-rl\[liger\]", or remove it'):
-        check(check_kernels, parallel=gpu, model=ModelOptions(liger=True))
+        refuse(check_kernels(ModelOptions(liger=True), gpu))
 
 
 def test_it_is_refused_beside_compilation() -> None:

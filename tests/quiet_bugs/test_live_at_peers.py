@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from kit.specs import check
+from kit.run_checks import check
 from kit.support import callback_of, ragged_rollout, rollout_of, run_step, view_of
 from silent_bugs import merged, one_step, signal
 from torch import Tensor
@@ -48,7 +48,7 @@ from lightning_rl.corrections import Corrections, LossView
 from lightning_rl.losses import LOSSES, M2PO, ClipCov, PolicyLoss, resolve_loss
 from lightning_rl.policy import make_plan
 from lightning_rl.rollouts.estimate_signal import exclude_rows
-from lightning_rl.run_spec import check_reads
+from lightning_rl.run_checks import check_reads
 from lightning_rl.signal.kl import KL_ESTIMATORS, k3, kl_estimator
 from lightning_rl.signal.masked import whiten
 from lightning_rl.signal.reductions import resolve_reduction
@@ -136,8 +136,8 @@ def test_2_07_a_correction_without_its_log_probabilities_is_an_error(make: Calla
     correction = make()
     mute, speaking = (FakeEngine(lambda _: [2], returns_logprobs=flag) for flag in (False, True))
     with pytest.raises(ValueError, match='reads "rollout_logprobs", but FakeEngine gives none'):
-        check(check_reads, correction, loss=Reinforce(), engine=mute, steps_per_rollout=2)
-    check(check_reads, correction, loss=Reinforce(), engine=speaking, steps_per_rollout=2)
+        check(check_reads, correction, loss=Reinforce(), engine=mute, minibatches_per_rollout=2)
+    check(check_reads, correction, loss=Reinforce(), engine=speaking, minibatches_per_rollout=2)
     with pytest.raises(ValueError, match='expected the rollout field "rollout_logprobs" to be set, got None'):
         run_step(view_of([-1.0]), callbacks=[correction])
 

@@ -267,7 +267,10 @@ def test_script_and_configuration_are_the_same_run(name: str, monkeypatch: pytes
     cli = LightningCLI(RLLightningModule, PromptDataModule, args=arguments, run=False)
     cli.trainer.datamodule = cli.datamodule  # pyrefly: ignore[missing-attribute]
     recipe = load_recipe(RECIPES / f"{name}.py", words_of(name))
-    of_file, of_script = configuration(cli.model, cli.trainer), configuration(recipe.module, recipe.trainer)
+    of_file, of_script = (
+        configuration(cli.model.options, cli.trainer),
+        configuration(recipe.module.options, recipe.trainer),
+    )
     of_script = json.loads(json.dumps(of_script).replace("__main__.", f"{name}."))
     chosen = of_script["module"]["optimizer"]["keywords"]
     keywords = of_file["module"]["optimizer"]["keywords"]  # with every default

@@ -169,7 +169,9 @@ def test_no_sample_is_lost_or_drawn_twice(name: str) -> None:
     ids = torch.cat([rollout.sample_ids for rollout in rollouts])
     assert len(rollouts) == 8 and len(ids.unique()) == len(ids)
     if DynamicSampling not in corrections:
-        assert sorted(ids.tolist()) == list(range(2 * 16 * module.group_size)), "every prompt of both epochs, once"
+        assert sorted(ids.tolist()) == list(range(2 * 16 * module.options.group_size)), (
+            "every prompt of both epochs, once"
+        )
         assert data.cursor == 2 * 16, "every sample is trained on"
 
 
@@ -191,7 +193,7 @@ def test_without_staleness_nothing_runs_in_another_thread_and_nothing_is_copied(
             drawn.append(in_background())
             return draw(self, requests, logprobs=logprobs)
 
-    module.engine = Watched()
+    module.options = replace(module.options, engine=Watched())
     fit(module)
     assert module.models.replica is None and drawn == [False] * 4
 

@@ -76,7 +76,7 @@ class Watch(RLCallback):
     @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *arguments: Any, **keywords: Any) -> None:
         self.rows.append(pl_module.run.metrics.values())
-        self.asked.append(pl_module.engine.asked)
+        self.asked.append(pl_module.options.engine.asked)
 
 
 @pytest.mark.nightly

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from contextlib import chdir
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ def test_a_published_configuration_trains_a_step(name: str, tmp_path: Path) -> N
     sys.modules.pop("step_rewards", None)
     with chdir(tmp_path):
         parts = load_recipe(tmp_path / "recipe.py", [])
-        parts.module.engine = FakeEngine(lambda request: [2 + request.sample_id % 3, 1])
+        engine = FakeEngine(lambda request: [2 + request.sample_id % 3, 1])
+        parts.module.options = replace(parts.module.options, engine=engine)
         parts.trainer.fit(parts.module, parts.data)
     assert parts.trainer.global_step == 1

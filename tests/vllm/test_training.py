@@ -53,7 +53,7 @@ def test_a_run_sees_engine_and_trainer_agree(policy: Any) -> None:
         assert rollout.rollout_logprobs is not None and rollout.old_logprobs is not None
         difference = (rollout.rollout_logprobs - rollout.old_logprobs)[rollout.valid_tokens]
         assert float(difference.abs().max()) < 1e-4
-    assert module.engine.state is EngineState.ASLEEP
+    assert module.options.engine.state is EngineState.ASLEEP
 
 
 def test_a_run_resumes_exactly(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ PARTS = {
 
 def engine_room(module: RLLightningModule, plan: MemoryPlan, total: float) -> EngineRoom | None:
     """Compute the share that a VLLMEngine can take of a device with ``total`` bytes; None for other engines."""
-    if not isinstance(module.engine, VLLMEngine):
+    if not isinstance(module.options.engine, VLLMEngine):
         return None
     weights, cache = engine_needs(module)
     return EngineRoom(total=total, resident=plan.resident, weights=weights, cache=cache)

@@ -17,8 +17,8 @@ from lightning_rl.distributed import FSDP2Strategy
 from lightning_rl.environments.chat_template import KINDS, Bridge, BridgeError
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy.text_model import modules_behind
-from lightning_rl.run_spec import size_cure
-from lightning_rl.setup_checks import is_chat, wrong_eos
+from lightning_rl.run_checks import size_cure
+from lightning_rl.run_prompts import is_chat, wrong_eos
 from lightning_rl.utils.decoding import hidden_tokens
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.template_date import TODAY, writes_date
@@ -64,8 +64,12 @@ def batches(recipe: Recipe) -> Iterator[Finding]:
     module, data, ranks = recipe.module, recipe.data, recipe.trainer.world_size
     if isinstance(recipe.trainer.strategy, FSDP2Strategy):  # tensor parallel ranks hold the same rows
         ranks //= int(recipe.trainer.strategy._tensor_parallel_size)  # noqa: SLF001
-    prompts, steps, minibatches = data.prompts_per_rollout, module.steps_per_rollout, module.minibatches_per_rollout
-    shape = f"{prompts} prompts x {module.group_size} samples"
+    prompts, steps, minibatches = (
+        data.prompts_per_rollout,
+        module.steps_per_rollout,
+        module.options.minibatches_per_rollout,
+    )
+    shape = f"{prompts} prompts x {module.options.group_size} samples"
     yield fact("batches", f"{shape} per rollout, for {steps} optimizer steps; {ranks} ranks")
     if prompts % (minibatches * ranks):
         divisor = f"minibatches_per_rollout x ranks = {minibatches} x {ranks}"
@@ -89,7 +93,7 @@ def tokenizer(module: RLLightningModule) -> Iterator[Finding]:
     transformers 5 chooses the tokenizer class by the model type in ``config.json``, and a class has its own
     pre-tokenizer: a tokenizer in a Qwen2 folder is loaded with that of Qwen2.
     """
-    loaded = module.tokenizer
+    loaded = module.options.tokenizer
     try:
         file = None if loaded is None else cached_file(loaded.name_or_path, "tokenizer.json", local_files_only=True)
     except OSError:
@@ -113,7 +117,7 @@ def tokenizer(module: RLLightningModule) -> Iterator[Finding]:
 
 def eos(module: RLLightningModule) -> Iterator[Finding]:
     """Check that the ids that end responses include the token that the chat template writes after an answer."""
-    ids, tokenizer = list(module.run.sampling.eos_token_ids or ()), module.tokenizer
+    ids, tokenizer = list(module.run.sampling.eos_token_ids or ()), module.options.tokenizer
     names = ", ".join(_token_name(tokenizer, token) for token in ids)
     yield fact("eos", f"responses end with {names or 'a stop string only'}")
     hidden = [] if tokenizer is None else sorted(hidden_tokens(tokenizer, ids))
@@ -128,9 +132,9 @@ def eos(module: RLLightningModule) -> Iterator[Finding]:
 def prompts(module: RLLightningModule) -> Iterator[Finding]:
     """Check what the policy reads: stray control tokens, and columns that nothing reads."""
     ends = module.run.sampling.eos_token_ids or ()
-    yield from prompt_findings(module.data_module.prompts.examples(EXAMPLES), module.tokenizer, ends)
+    yield from prompt_findings(module.data_module.prompts.examples(EXAMPLES), module.options.tokenizer, ends)
     uses_template = module.run.environments is not None or is_chat(module.data_module.first())
-    if uses_template and writes_date(module.tokenizer):
+    if uses_template and writes_date(module.options.tokenizer):
         yield fact("prompt", f"the chat template writes the date of {TODAY.text('%Y-%m-%d')}, which checkpoints keep")
 
 
@@ -140,7 +144,7 @@ def bridges(module: RLLightningModule) -> Iterator[Finding]:
     Most templates render an earlier answer differently once a message follows, for example without its reasoning. Only
     the text between two answers matters, because earlier turns are never rendered again.
     """
-    tokenizer = module.tokenizer
+    tokenizer = module.options.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         return
     rows = module.data_module.prompts.examples(EXAMPLES)

@@ -64,13 +64,13 @@ def draw_samples(module: RLLightningModule, number: int, limit: float) -> Checke
 
 def first_texts(samples: CheckedSamples) -> Iterator[Finding]:
     """Show one prompt and one response with their control tokens."""
-    for name, text in first_sample(samples.rollout, samples.module.tokenizer):
+    for name, text in first_sample(samples.rollout, samples.module.options.tokenizer):
         yield fact(name, text)
 
 
 def truncation(samples: CheckedSamples) -> Iterator[Finding]:
     """Check that most responses end within ``max_new_tokens``."""
-    rollout, limit = samples.rollout, samples.module.sampling.max_new_tokens
+    rollout, limit = samples.rollout, samples.module.options.sampling.max_new_tokens
     share = float(rollout.truncated.double().mean())
     mean = float(rollout.sampled_lengths.double().mean())
     drawn = f"{len(rollout)} in {samples.seconds:.1f} s, {mean:.1f} tokens each"
@@ -86,11 +86,11 @@ def truncation(samples: CheckedSamples) -> Iterator[Finding]:
 def rewards(samples: CheckedSamples) -> Iterator[Finding]:
     """Check that every reward function returns numbers in time, and not the same for all samples."""
     values: dict[str, list[float | None]] = {}
-    for name, function in samples.module.rewards.by_name.items():
+    for name, function in samples.module.options.rewards.by_name.items():
         numbers = yield from _reward_values(name, function, samples)
         if numbers is not None:
             values[name] = numbers
-    if len(values) == len(samples.module.rewards.by_name):
+    if len(values) == len(samples.module.options.rewards.by_name):
         yield from _spread(values, samples)
 
 
@@ -113,7 +113,7 @@ def engine_logprobs(samples: CheckedSamples) -> Iterator[Finding]:
     mean, largest = float(gap.double().mean()), float(gap.max())
     yield fact("engine", f"log-probabilities differ from the trainer's by {mean:.2g} nats, {largest:.2g} at most")
     exact = str(module.trainer.precision) in ("32-true", "64-true")
-    bound = logprob_tolerance(module.engine.dtype or module.required_policy.model.dtype, exact=exact)
+    bound = logprob_tolerance(module.options.engine.dtype or module.required_policy.model.dtype, exact=exact)
     if not mean <= bound:
         observed = f"engine and trainer differ by {mean:.3g} nats per token, above the rounding error of {bound:g}"
         cure = "use one model, precision and temperature on both sides, and check that the engine loads synced weights"
@@ -154,7 +154,7 @@ def _reward_values(
 
 def _spread(values: dict[str, list[float | None]], samples: CheckedSamples) -> Iterator[Finding]:
     """Check that the samples of a prompt differ in reward, if the estimator compares them."""
-    weights = samples.module.rewards.weights
+    weights = samples.module.options.rewards.weights
     totals: dict[int, set[float]] = {}
     for row, group in enumerate(samples.rollout.groups.tolist()):
         parts = [weights[name] * (numbers[row] or 0.0) for name, numbers in values.items() if weights[name]]

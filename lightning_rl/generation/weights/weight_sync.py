@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,17 +35,6 @@ class WeightSync:
     models: RunModels
     parallel: Parallel
     phase: Callable[[str], AbstractContextManager[object]]
-
-    @staticmethod
-    def of(module: Any) -> "WeightSync":
-        """Return the connection between the built policy of a module and its engine."""
-        return WeightSync(
-            engine=module.engine,
-            policy=module.required_policy,
-            models=module.models,
-            parallel=module.parallel,
-            phase=module.run.times.phase,
-        )
 
     def start(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Start the engine beside the trainer, and compare the names and shapes of the weights with its own.

@@ -41,7 +41,7 @@ def test_a_fit_in_mixed_precision_passes_its_canary_and_draws(gpu: FakeVLLM) -> 
     for rollout in seen:
         assert rollout.rollout_logprobs is not None and rollout.rollout_logprobs[rollout.valid_tokens].isfinite().all()
     assert [built.options["enable_sleep_mode"] for built in gpu.built] == [True]
-    assert module.engine.state is EngineState.ASLEEP
+    assert module.options.engine.state is EngineState.ASLEEP
 
 
 def test_graphs_own_their_workspaces_which_are_kept_until_the_last_engine_closes(
@@ -206,7 +206,7 @@ def test_stages_of_trainers_share_an_engine_which_sleeps_between_them(filters: d
         trainer = a_trainer()
         trainer.validate(module, data, verbose=False)
         for stage in (trainer.fit, partial(trainer.test, verbose=False), trainer.predict):
-            assert module.engine.state is EngineState.ASLEEP and not gpu.cuda.mapped
+            assert module.options.engine.state is EngineState.ASLEEP and not gpu.cuda.mapped
             stage(module, data)
             described.append(module.run.configuration["module"]["engine"])
     assert len(gpu.built) == 1 and all(description == described[0] for description in described)
@@ -244,7 +244,7 @@ def test_an_engine_sleeps_before_the_policy_scores(gpu: FakeVLLM) -> None:
     class Watch(Callback):
         @override
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            module.required_policy.register_forward_pre_hook(lambda *_: states.append(module.engine.state))
+            module.required_policy.register_forward_pre_hook(lambda *_: states.append(module.options.engine.state))
 
     fit(module, callbacks=[Watch()], data=tiny_prompts(4, 4))
     assert states == [EngineState.ASLEEP] * 4, "old log-probabilities and update of two minibatches"

@@ -435,7 +435,7 @@ def test_a_fault_ends_the_run() -> None:
     module = tiny_module(engine=Copying())
     with pytest.raises(CanaryError, match=r"version 2, but its log-probabilities are bit for bit those of version 1"):
         fit(module, data=tiny_prompts(16, 4))
-    rows: Engine = module.engine
+    rows: Engine = module.options.engine
     assert rows.state is EngineState.ASLEEP and module.global_step == 2
 
 

@@ -1,4 +1,4 @@
-"""RunSpec: a run as its setup sees it, and the checks that its options, callbacks, engine and data fit together.
+"""Checks that options, corrections, engine and data of a run fit together, before its models are built.
 
 The checks read constructor arguments alone, so every rank finds the same problems before weights are loaded.
 """
@@ -6,11 +6,8 @@ The checks read constructor arguments alone, so every rank finds the same proble
 import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from lightning_rl.advantages import ESTIMATORS, Estimator
-from lightning_rl.algorithm import Algorithm
 from lightning_rl.corrections import (
     CONTRIBUTIONS,
     MADE_AFTER,
@@ -24,121 +21,52 @@ from lightning_rl.corrections import (
 )
 from lightning_rl.distributed import Parallel
 from lightning_rl.environments import EnvironmentReward
+from lightning_rl.evaluation.evaluation import evaluations_of
 from lightning_rl.generation import Engine, SamplingParams
+from lightning_rl.generation.sampling_params import filter_problems
 from lightning_rl.losses import LOSSES, PolicyLoss
+from lightning_rl.monitors import RunNames
+from lightning_rl.options import Options
 from lightning_rl.policy import ModelOptions
 from lightning_rl.policy.attention import choose_attention, hardware_of
 from lightning_rl.policy.liger import has_liger
-from lightning_rl.rollout import EXPERT_LOAD, GREEDY_SCORE, SAMPLING_MASK, SUM_PI_SQUARED, TOP_LOGPROBS, Rollout
+from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, SUM_PI_SQUARED, TOP_LOGPROBS, Rollout
 from lightning_rl.signal.reductions import token_mean
 
 Problems = Iterator[str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSpec:
-    """Run before its models are built.
+def check_run(
+    options: Options, corrections: Corrections, parallel: Parallel, *, prompts_per_rollout: int | None
+) -> None:
+    """Run all checks; raise one ValueError that lists all problems.
 
-    Attributes:
-        algorithm: Loss, advantages, reduction and corrections.
-        engine: Engine that generates.
-        sampling: Sampling parameters for training.
-        evaluations: Sampling parameters of the evaluations; None where an evaluation takes those of training.
-        rewards: Reward functions and weights by name.
+    Args:
+        options: Options of the module.
+        corrections: Corrections among the callbacks.
         parallel: Strategy.
-        model: Options of the models.
-        critic: True if there is a critic.
-        reference: True if ``reference=`` is given.
-        group_size: Number of samples per prompt.
-        minibatches: Number of optimizer steps per pass over a rollout.
-        steps_per_rollout: Number of optimizer steps per rollout.
-        max_staleness: Maximum number of rollouts generated ahead.
         prompts_per_rollout: Number of prompts per rollout on all ranks; None outside of a fit.
     """
-
-    algorithm: Algorithm
-    engine: Engine
-    parallel: Parallel
-    sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
-    evaluations: Sequence[SamplingParams | None] = ()
-    rewards: Mapping[str, tuple[Any, float]] = dataclasses.field(default_factory=dict)
-    model: ModelOptions = ModelOptions()  # noqa: RUF009  frozen
-    critic: bool = False
-    reference: bool = False
-    group_size: int = 2
-    minibatches: int = 1
-    steps_per_rollout: int = 1
-    max_staleness: int = 0
-    prompts_per_rollout: int | None = None
-
-    @staticmethod
-    def of(module: Any, *, fits: bool) -> "RunSpec":
-        """Return the spec of a module, in a fit or in another stage."""
-        return RunSpec(
-            algorithm=module.algorithm,
-            engine=module.engine,
-            parallel=module.parallel,
-            sampling=module.sampling,
-            evaluations=[evaluation.sampling for evaluation in module.evaluator.evaluations],
-            rewards=module.rewards.sources,
-            model=module.models.options,
-            critic=module.critic is not None,
-            reference=module.models.sources["reference"] is not None,
-            group_size=module.group_size,
-            minibatches=module.minibatches_per_rollout,
-            steps_per_rollout=module.steps_per_rollout,
-            max_staleness=module.max_staleness,
-            prompts_per_rollout=module.data_module.prompts_per_rollout if fits else None,
-        )
-
-    @property
-    def corrections(self) -> Corrections:
-        """Corrections of the algorithm."""
-        return self.algorithm.corrections
-
-
-def check_run(spec: RunSpec) -> None:
-    """Run all checks; raise one ValueError that lists all problems."""
-    checks = CHECKS if spec.prompts_per_rollout is None else (*CHECKS, *FIT_CHECKS)
-    problems = [problem for check in checks for problem in check(spec)]
+    problems = [
+        *check_kernels(options.model, parallel),
+        *check_consistency(options.model, options.engine),
+        *check_ratios(options, corrections),
+        *check_pairs(corrections),
+        *check_estimator(options, corrections),
+        *check_turn_rewards(options, corrections),
+        *check_reads(options, corrections),
+        *check_filters(options),
+    ]
+    if prompts_per_rollout is not None:
+        check_reference(options, corrections)
+        problems += check_extras(options, corrections)
+        problems += check_pipelining(options, corrections)
+        problems += check_sizes(prompts_per_rollout, options.minibatches_per_rollout, parallel.ranks)
+    check_reduction(options)
     if len(problems) == 1:
         raise ValueError(problems[0])
     if problems:
         raise ValueError("\n".join([f"{len(problems)} problems:", *(f"* {problem}" for problem in problems)]))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
-    """Optional fields that are read, so the passes that have to run.
-
-    Attributes:
-        rollout_logprobs: Log-probabilities of the engine, in every rollout.
-        old_logprobs: Log-probabilities of the policy before the first step, by a pass.
-        rollout_as_old: They are those of the rollout, bit for bit, so that no pass is needed.
-        ref_logprobs: Log-probabilities of the reference.
-        sum_pi_squared: Sum of the squared probabilities of the vocabulary.
-        expert_load: Share of tokens of each expert in each optimizer step.
-    """
-
-    rollout_logprobs: bool = False
-    old_logprobs: bool = False
-    rollout_as_old: bool = False
-    ref_logprobs: bool = False
-    sum_pi_squared: bool = False
-    expert_load: bool = False
-
-
-def needs(algorithm: Algorithm, *, steps_per_rollout: int, rollout_as_old: bool = False) -> Needs:
-    """Return the passes over a rollout that have to run."""
-    early = _early_fields(algorithm) | set(algorithm.advantages.reads)
-    return Needs(
-        rollout_logprobs=rollout_as_old or any("rollout_logprobs" in fields for _, fields in _reading(algorithm)),
-        old_logprobs=not rollout_as_old and (steps_per_rollout > 1 or "old_logprobs" in early),
-        rollout_as_old=rollout_as_old,
-        ref_logprobs=any("ref_logprobs" in fields for _, fields in _reading(algorithm)),
-        sum_pi_squared=f"token_extras/{SUM_PI_SQUARED}" in early,
-        expert_load=any(outputs_from(EXPERT_LOAD) & set(fields) for _, fields in _reading(algorithm)),
-    )
 
 
 def needed_extras(corrections: Corrections, sampling: SamplingParams) -> dict[str, str]:
@@ -149,42 +77,59 @@ def needed_extras(corrections: Corrections, sampling: SamplingParams) -> dict[st
     return needed
 
 
-def check_kernels(spec: RunSpec) -> Problems:
+def run_names(options: Options, corrections: Corrections, *, validation: bool) -> RunNames:
+    """Return the names of which the metrics of a fit consist."""
+    evaluations = [one for one in evaluations_of(options.evaluation) if "val" in one.stages]
+    parts = {name: options[name] for name in ("environment", "critic", "max_staleness")}
+    return RunNames(
+        placeholders={
+            "<function>": options.rewards.sources,
+            "<callback>": [callback.name for callback in corrections.callbacks],
+            "<name>": [evaluation.name for evaluation in evaluations],
+        },
+        lacking=[name for name, part in {**parts, "validation": validation}.items() if not part],
+        shares=[f"val/{one.name}/{share}" for one in evaluations for share in one.shares],
+        unlogged=corrections.unlogged_metrics(),
+        rising=[name for name, (_, weight) in options.rewards.sources.items() if weight > 0],
+    )
+
+
+def check_kernels(model: ModelOptions, parallel: Parallel) -> Problems:
     """Yield a problem if device, packages or strategy do not support the kernels."""
-    device = spec.parallel.strategy.root_device
+    device = parallel.strategy.root_device
     try:
-        choose_attention(spec.model.attention, hardware_of(device), None)
+        choose_attention(model.attention, hardware_of(device), None)
     except ValueError as unsupported:
         yield str(unsupported)
-    if spec.model.liger and device.type != "cuda":
+    if model.liger and device.type != "cuda":
         yield f"expected a GPU for liger=True, got {device.type}: remove it"
-    elif spec.model.liger and not has_liger():
+    elif model.liger and not has_liger():
         yield (
             "expected liger-kernel to be installed for liger=True, got an environment without it: "
             'pip install "lightning-rl[liger]", or remove it'
         )
-    if spec.model.compile and not spec.parallel.compiles:
-        name = type(spec.parallel.strategy).__name__
+    if model.compile and not parallel.compiles:
+        name = type(parallel.strategy).__name__
         yield (
             f"expected a strategy that supports compile=, got {name}, which splits the parts of a layer: use one "
             'device, "ddp", or "fsdp2" without tensor parallelism, or remove it'
         )
 
 
-def check_consistency(spec: RunSpec) -> Problems:
+def check_consistency(model: ModelOptions, engine: Engine) -> Problems:
     """Yield a problem if the engine does not decode with the trainer's operations."""
-    if spec.model.bitwise and not spec.engine.capabilities.shares_policy:
+    if model.bitwise and not engine.capabilities.shares_policy:
         yield (
             'expected the embedded engine for consistency="bitwise", got '
-            f"{type(spec.engine).__name__}, which has other kernels: remove engine=, or remove consistency="
+            f"{type(engine).__name__}, which has other kernels: remove engine=, or remove consistency="
         )
 
 
-def check_ratios(spec: RunSpec) -> Problems:
+def check_ratios(options: Options, corrections: Corrections) -> Problems:
     """Yield a problem if the importance ratios of loss and weights count one policy twice."""
-    loss, weights = spec.algorithm.loss, spec.corrections.contributors("token_weight")
+    loss, weights = options.loss, corrections.contributors("token_weight")
     factors = [(_script_name("loss", loss, LOSSES), loss.ratio, None)]
-    centering = _centering(spec.corrections)
+    centering = _centering(corrections)
     if centering and loss.ratio is not None and loss.ratio[1] == "rollout":
         yield (
             f"expected a loss without a ratio to the rollout policy beside {type(centering[0]).__name__}, got "
@@ -208,20 +153,19 @@ def check_ratios(spec: RunSpec) -> Problems:
                     break
 
 
-def check_reduction(spec: RunSpec) -> Problems:
+def check_reduction(options: Options) -> None:
     """Warn of one ratio per response whose clipped loss would weight long responses more."""
-    yield from ()
-    if spec.algorithm.loss.per_response and spec.algorithm.reduction is token_mean:
+    if options.loss.per_response and options.reduction is token_mean:
         warnings.warn(
-            f"{spec.algorithm.loss.name} has one ratio per response, and reduction='token_mean' weights responses by "
+            f"{options.loss.name} has one ratio per response, and reduction='token_mean' weights responses by "
             "length: use reduction='sequence_mean', or SequenceSumNorm(1) to weight them by length on purpose",
             stacklevel=2,
         )
 
 
-def check_pairs(spec: RunSpec) -> Problems:
+def check_pairs(corrections: Corrections) -> Problems:
     """Yield a problem if a correction replaces another one, or has no effect beside it."""
-    callbacks = spec.corrections.callbacks
+    callbacks = corrections.callbacks
     present = {type(callback).name: type(callback).__name__ for callback in callbacks}
     for callback in callbacks:
         name = type(callback).__name__
@@ -237,9 +181,9 @@ def check_pairs(spec: RunSpec) -> Problems:
             )
 
 
-def check_estimator(spec: RunSpec) -> Problems:
+def check_estimator(options: Options, corrections: Corrections) -> Problems:
     """Yield a problem if the estimator cannot use token rewards, critic or groups."""
-    estimator, corrections = spec.algorithm.advantages, spec.corrections
+    estimator, corrections = options.advantages, corrections
     chosen = _script_name("advantages", estimator, ESTIMATORS)
     for callback in () if estimator.per_token else corrections.contributors(*TOKEN_REWARDS):
         cure = f"{callback.alternative}, or " if callback.alternative else ""
@@ -247,7 +191,7 @@ def check_estimator(spec: RunSpec) -> Problems:
             f"{type(callback).__name__} returns a reward per token, but {chosen} takes one scalar per row: use "
             f"{cure}a per-token estimator such as GAE"
         )
-    if spec.group_size == 1 and estimator.compares:
+    if options.group_size == 1 and estimator.compares:
         yield (
             f"{chosen} compares the samples of a prompt, so group_size=1 trains nothing: use group_size=2 or "
             "more, or an estimator without a group such as reinforce, ReMax or GAE"
@@ -263,28 +207,30 @@ def check_estimator(spec: RunSpec) -> Problems:
                 f"{chosen} subtracts the score of a greedy answer, which {type(callback).__name__} cannot "
                 "normalize with the samples: use one without the other"
             )
-    for callback in corrections.callbacks if spec.group_size == 1 else ():
+    for callback in corrections.callbacks if options.group_size == 1 else ():
         if callback.compares_groups:
             yield (
                 f"{type(callback).__name__} compares the samples of a prompt, which group_size=1 does not have: use "
                 "group_size=2 or more, or remove it"
             )
-    if spec.critic and "values" not in estimator.reads:
+    if options.critic and "values" not in estimator.reads:
         yield f"critic= has no effect, because {chosen} reads no values: use GAE, or no critic"
 
 
-def check_turn_rewards(spec: RunSpec) -> Problems:
+def check_turn_rewards(options: Options, corrections: Corrections) -> Problems:
     """Yield a problem if the estimator uses turn rewards that do not sum to the row's reward."""
-    if not spec.algorithm.advantages.turn_rewards:
+    if not options.advantages.turn_rewards:
         return
-    chosen = f"{spec.algorithm.advantages.name}(turn_rewards=True)"
-    weights = [weight for function, weight in spec.rewards.values() if isinstance(function, EnvironmentReward)]
+    chosen = f"{options.advantages.name}(turn_rewards=True)"
+    weights = [
+        weight for function, weight in options.rewards.sources.values() if isinstance(function, EnvironmentReward)
+    ]
     if weights != [1.0]:
         yield (
             f"expected one EnvironmentReward() of weight 1 for {chosen}, got "
             f"{f'weights {weights}' if weights else 'none'}: add it to rewards="
         )
-    for callback in spec.corrections.contributors(*ROW_REWARDS):
+    for callback in corrections.contributors(*ROW_REWARDS):
         if callback.scales_rewards or callback.compares_rows:
             yield (
                 f"expected unscaled rewards for {chosen}, got {type(callback).__name__}, which scales rewards of rows "
@@ -292,63 +238,44 @@ def check_turn_rewards(spec: RunSpec) -> Problems:
             )
 
 
-def check_reads(spec: RunSpec) -> Problems:
+def check_reads(options: Options, corrections: Corrections) -> Problems:
     """Yield a problem for each field that is read but does not exist; warn of corrections without effect."""
     readers: dict[str, list[str]] = {}
-    for name, fields in _reading(spec.algorithm):
+    for name, fields in _reading(options, corrections):
         for field in fields:
             readers.setdefault(field, []).append(name)
     names = {field.name for field in dataclasses.fields(LossView)}
     late = names - {field.name for field in dataclasses.fields(Rollout)}
-    for field in sorted(_early_fields(spec.algorithm) & late):
+    for field in sorted({field for callback in corrections.callbacks for field in callback.reads} & late):
         yield f"expected {field} in reads_at_loss, got it in reads: it exists only at the loss"
     for field, who in readers.items():
         if field.partition("/")[0] not in names:
             yield f'expected {who[0]} to read a field of Rollout, got "{field}"; known: {sorted(names)}'
     yield from _extras_problems(
-        {field: who for field, who in readers.items() if field.partition("/")[0] in names}, spec
+        {field: who for field, who in readers.items() if field.partition("/")[0] in names}, options, corrections
     )
-    yield from _stage_problems(spec.corrections)
-    if "values" in readers and not spec.critic:
+    yield from _stage_problems(corrections)
+    if "values" in readers and not options.critic:
         yield f'{readers["values"][0]} reads "values", but there is no critic: pass critic= to the module'
-    if "rollout_logprobs" in readers and not spec.engine.capabilities.returns_logprobs:
+    if "rollout_logprobs" in readers and not options.engine.capabilities.returns_logprobs:
         yield (
-            f'{readers["rollout_logprobs"][0]} reads "rollout_logprobs", but {type(spec.engine).__name__} gives none: '
-            "use an engine that returns log-probabilities"
+            f'{readers["rollout_logprobs"][0]} reads "rollout_logprobs", but {type(options.engine).__name__} gives '
+            "none: use an engine that returns log-probabilities"
         )
-    if spec.steps_per_rollout == 1:
-        _warn_of_idle_corrections(spec.corrections)
+    if options.steps_per_rollout == 1:
+        _warn_of_idle_corrections(corrections)
 
 
-def check_filters(spec: RunSpec) -> Problems:
+def check_filters(options: Options) -> Problems:
     """Yield a problem for each evaluation whose filters the engine ignores, or that lacks one it needs."""
-    for sampling in spec.evaluations:
-        yield from filter_problems(sampling, spec.engine)
+    for evaluation in evaluations_of(options.evaluation):
+        if evaluation.sampling is not None:
+            yield from filter_problems(evaluation.sampling, options.engine)
 
 
-def filter_problems(sampling: SamplingParams | None, engine: Engine) -> Problems:
-    """Yield a problem if the engine ignores a filter, or needs one because it records sampling masks as lists."""
-    if sampling is None:
-        return
-    lists_masks = SAMPLING_MASK in engine.extras and engine.capabilities.lists_masks
-    if sampling.temperature > 0 and not sampling.filters and lists_masks:
-        yield (
-            f"expected a greedy or filtered evaluation, because training filters, got temperature="
-            f"{sampling.temperature} alone: {type(engine).__name__} would list the whole vocabulary per token; "
-            "pass top_k=, top_p= or min_p=, or engine=TransformersEngine()"
-        )
-    if sampling.filters and not engine.capabilities.filters:
-        yield (
-            f"expected an engine that supports top_k={sampling.top_k}, top_p={sampling.top_p}, "
-            f"min_p={sampling.min_p} of an evaluation, got {type(engine).__name__}, which ignores them: use "
-            "engine=TransformersEngine(), or remove them"
-        )
-
-
-def check_reference(spec: RunSpec) -> Problems:
+def check_reference(options: Options, corrections: Corrections) -> None:
     """Warn of a reference that is never loaded."""
-    yield from ()
-    if spec.reference and not needs(spec.algorithm, steps_per_rollout=spec.steps_per_rollout).ref_logprobs:
+    if options.reference and not any("ref_logprobs" in fields for _, fields in _reading(options, corrections)):
         warnings.warn(
             "reference= is given, but nothing reads ref_logprobs, so it is not loaded: add ReferenceKL() or "
             "AdaptiveKL() to the callbacks, or remove it",
@@ -356,21 +283,21 @@ def check_reference(spec: RunSpec) -> Problems:
         )
 
 
-def check_extras(spec: RunSpec) -> Problems:
+def check_extras(options: Options, corrections: Corrections) -> Problems:
     """Yield a problem for each extra that training needs and the engine cannot record."""
-    for name, who in needed_extras(spec.corrections, spec.sampling).items():
-        if name not in spec.engine.capabilities.extras:
+    for name, who in needed_extras(corrections, options.sampling).items():
+        if name not in options.engine.capabilities.extras:
             yield (
-                f'{who} needs "{name}" of every token, which {type(spec.engine).__name__} does not record: use '
+                f'{who} needs "{name}" of every token, which {type(options.engine).__name__} does not record: use '
                 f"engine=TransformersEngine(), or remove it"
             )
 
 
-def check_pipelining(spec: RunSpec) -> Problems:
+def check_pipelining(options: Options, corrections: Corrections) -> Problems:
     """Yield a problem if the engine cannot generate while the policy trains; warn if nothing corrects for it."""
-    if spec.max_staleness == 0:
+    if options.max_staleness == 0:
         return
-    can, name, staleness = spec.engine.capabilities, type(spec.engine).__name__, spec.max_staleness
+    can, name, staleness = options.engine.capabilities, type(options.engine).__name__, options.max_staleness
     if not can.generates_ahead:
         yield (
             f"expected an engine that generates while the policy trains, because max_staleness={staleness}, got a "
@@ -393,9 +320,9 @@ def check_pipelining(spec: RunSpec) -> Problems:
             f"expected max_staleness=1 with {name}, got {staleness}: it cannot receive weights while it generates, "
             "so each sync would wait for all rollouts in flight; use 1, or an engine on a server"
         )
-    loss, correcting = spec.algorithm.loss, spec.corrections.contributors(*POLICY_LOSS_FACTORS)
+    loss, correcting = options.loss, corrections.contributors(*POLICY_LOSS_FACTORS)
     reads = {*loss.reads, *(field for callback in correcting for field in (*callback.reads, *callback.reads_at_loss))}
-    if "rollout_logprobs" not in reads and not _centering(spec.corrections):
+    if "rollout_logprobs" not in reads and not _centering(corrections):
         cure = "OffPolicyIS" if loss.ratio is None else "TruncatedIS"
         warnings.warn(
             f"max_staleness={staleness} trains on samples of earlier weights, and nothing corrects for it: add "
@@ -404,10 +331,9 @@ def check_pipelining(spec: RunSpec) -> Problems:
         )
 
 
-def check_sizes(spec: RunSpec) -> Problems:
+def check_sizes(prompts: int, minibatches: int, ranks: int) -> Problems:
     """Yield a problem if the prompts of a rollout do not divide by minibatches x ranks."""
-    prompts, minibatches, ranks = spec.prompts_per_rollout, spec.minibatches, spec.parallel.ranks
-    if prompts is not None and prompts % (minibatches * ranks):
+    if prompts % (minibatches * ranks):
         yield (
             f"expected prompts_per_rollout to be a multiple of minibatches_per_rollout x ranks, got {prompts} for "
             f"{minibatches} x {ranks}: {size_cure(prompts, minibatches * ranks)}"
@@ -421,29 +347,17 @@ def size_cure(prompts: int, parts: int) -> str:
     return f"prompts_per_rollout={near}, or other minibatches_per_rollout="
 
 
-CHECKS = (
-    *(check_kernels, check_consistency, check_ratios, check_reduction, check_pairs),
-    *(check_estimator, check_turn_rewards, check_reads, check_filters),
-)
-FIT_CHECKS = (check_reference, check_extras, check_pipelining, check_sizes)
-
-
 def _centering(corrections: Corrections) -> list[RLCallback]:
     """Return the corrections that read an output of the forward computed from the engine's likeliest tokens."""
     outputs = outputs_from(TOP_LOGPROBS)
     return [callback for callback in corrections.callbacks if outputs & set(callback.reads_at_loss)]
 
 
-def _early_fields(algorithm: Algorithm) -> set[str]:
-    """Return the fields that corrections read before the loss."""
-    return {field for callback in algorithm.corrections.callbacks for field in callback.reads}
-
-
-def _reading(algorithm: Algorithm) -> list[tuple[str, tuple[str, ...]]]:
+def _reading(options: Options, corrections: Corrections) -> list[tuple[str, tuple[str, ...]]]:
     """Return the fields that corrections, loss and estimator read, with the reader's name."""
-    reading = [(type(c).__name__, (*c.reads, *c.reads_at_loss)) for c in algorithm.corrections.callbacks]
-    reading.append((_script_name("loss", algorithm.loss, LOSSES), algorithm.loss.reads))
-    reading.append((_script_name("advantages", algorithm.advantages, ESTIMATORS), algorithm.advantages.reads))
+    reading = [(type(c).__name__, (*c.reads, *c.reads_at_loss)) for c in corrections.callbacks]
+    reading.append((_script_name("loss", options.loss, LOSSES), options.loss.reads))
+    reading.append((_script_name("advantages", options.advantages, ESTIMATORS), options.advantages.reads))
     return reading
 
 
@@ -453,10 +367,10 @@ def _script_name(option: str, chosen: PolicyLoss | Estimator, known: Mapping[str
     return f'{option}="{names[0]}"' if names else f"{option}={chosen.name}"
 
 
-def _extras_problems(readers: Mapping[str, Sequence[str]], spec: RunSpec) -> Problems:
+def _extras_problems(readers: Mapping[str, Sequence[str]], options: Options, corrections: Corrections) -> Problems:
     """Yield entries of dict fields that nothing provides, or that two callbacks provide."""
-    advantages, extras = spec.algorithm.advantages, spec.engine.capabilities.extras
-    providing = spec.corrections.contributors("provide")
+    advantages, extras = options.advantages, options.engine.capabilities.extras
+    providing = corrections.contributors("provide")
     known = {f"{field}/{name}" for field in ("token_extras", "prompt_extras") for name in extras}
     known |= {f"extras/{GREEDY_SCORE}"} if advantages.needs_greedy else set()
     known |= {f"token_extras/{SUM_PI_SQUARED}"} & set(advantages.reads)
