@@ -49,7 +49,7 @@ def _of_run(module: RLLightningModule) -> Fingerprint:
         WEIGHTS: dict(_leaves(module.state_dict())),
         OPTIMIZER: dict(_leaves([optimizer.state_dict() for optimizer in trainer.optimizers])),
         SCHEDULE: dict(_leaves(schedules)),
-        DATA: {"cursor": module.data_module.cursor},
+        DATA: {"cursor": module.data_module.position.cursor},
         **{CORRECTION + one.state_key: dict(_leaves(one.state_dict())) for one in corrections},
     }
 

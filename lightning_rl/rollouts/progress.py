@@ -98,11 +98,11 @@ class RunFailure:
 class Progress:
     """State of a run between two optimizer steps, in which a checkpoint is saved and a resumed run begins.
 
+    Its position in the data is that of the last commit of the data module.
+
     Args:
-        index: Index of the next optimizer step.
         current: Rollout in progress; None between two rollouts.
         prefetched: Rollouts submitted ahead, by number.
-        cursor: Position in the prompt stream.
         skipped: Number of skipped optimizer steps.
         nonfinite_in_a_row: Number of last steps in a row with a non-finite gradient.
         corrections: States of the corrections by name, from before the optimizer step that has begun; None between
@@ -114,10 +114,8 @@ class Progress:
         origin: Index of the optimizer step that loggers count as 0; None before the first step of a fit.
     """
 
-    index: int = 0
     current: CurrentRollout | None = None
     prefetched: Mapping[int, Pending] = field(default_factory=dict)
-    cursor: int = 0
     skipped: int = 0
     nonfinite_in_a_row: int = 0
     corrections: Mapping[str, Mapping[str, Any]] | None = None

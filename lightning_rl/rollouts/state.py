@@ -163,12 +163,11 @@ class RunState:
             corrections: States of the corrections, within a step.
         """
         self.stepping = False
+        cast(PromptDataModule, self.data).commit(index)
         self.progress = replace(
             self.progress,
-            index=index,
             current=current,
             prefetched=self.prefetcher.pending(),
-            cursor=cast(PromptDataModule, self.data).commit(index),
             skipped=self.skipped,
             nonfinite_in_a_row=self.nonfinite_in_a_row,
             corrections=corrections,
@@ -188,7 +187,7 @@ class RunState:
     @property
     def made_step(self) -> bool:
         """True if the optimizer step that began last was made or skipped."""
-        return self.begun is not None and self.progress.index > self.begun.index
+        return self.begun is not None and cast(PromptDataModule, self.data).committed.index > self.begun.index
 
     def axis(self, index: int) -> int:
         """Return the step of the loggers of an optimizer step by its index; a new Trainer counts from 0."""
@@ -302,6 +301,7 @@ class RunState:
             self.name = new_run()
         if loaded is None:
             self.changes = ()
+            data.start_rollout()
         self.rollout_stats, self.rollout_figures, self.progress = {}, {}, Progress()
         self.begun, self.unlogged_step, self.stepping = None, None, False
         self.lost_updates = LostUpdates()

@@ -71,8 +71,8 @@ class StepMetrics(CoreCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the steps that have not been logged yet."""
         if trainer.log_every_n_steps:  # pyrefly: ignore[missing-attribute]
-            run = cast(TrainedModule, pl_module).run
-            log_rest(trainer, run.metrics, run.axis(run.progress.index - 1))
+            module = cast(TrainedModule, pl_module)
+            log_rest(trainer, module.run.metrics, module.run.axis(module.data_module.committed.index - 1))
 
 
 def measure(run: RunState, step: StepGradient, ranks: int) -> None:
