@@ -22,7 +22,7 @@ from lightning_rl.algorithm import Algorithm, needs
 from lightning_rl.checkpointing import FaultTolerance, LostCodeError, OptimizerChange, restore_module, write_pretrained
 from lightning_rl.configuration import BESIDE, configuration
 from lightning_rl.corrections import Corrections, RLCallback
-from lightning_rl.data import PromptDataModule, StepIndex, StepLoader, data_module_of, find_data_module
+from lightning_rl.data import PromptDataModule, StepIndex, data_module_of, find_data_module
 from lightning_rl.distributed import Parallel, parallel_of, process_count, unwrapped_name
 from lightning_rl.evaluation.evaluation import evaluations_of
 from lightning_rl.evaluation.evaluator import PREDICT, TEST, VAL, Evaluator
@@ -188,7 +188,7 @@ class BaseModule(LightningModule):
             add_first(self.trainer, kind)
         disable_bar(self.trainer)
         added, self.fault_tolerance = add_missing(self.trainer, FaultTolerance)
-        self.fault_tolerance.attach(self.trainer)
+        self.fault_tolerance.attach(self.trainer, self.run, self.close_engine)
         return [*added]
 
     @override
@@ -306,11 +306,11 @@ class BaseModule(LightningModule):
     def on_train_start(self) -> None:
         """Store the state at the start for checkpoints, and warn if the fit ends before its first validation."""
         warn_without_validation(self.trainer)
-        index = cast(StepLoader, self.trainer.train_dataloader).index
+        index = self.data_module.position.index
         if self.run.progress.origin is None:
             made = self.trainer.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001  the axis of Lightning's rows
             self.run.progress = replace(self.run.progress, origin=index - made)
-        self.run.commit(index, current=self.run.current)
+        self.run.commit(index, self.run.progress)
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

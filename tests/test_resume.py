@@ -142,7 +142,7 @@ def test_evaluating_a_checkpoint_leaves_no_rollout_behind_for_a_later_fit(tmp_pa
     module, data = tiny_module(**GRPO), tiny_prompts(8, 4, validation=[[2, 3]])
     trainer = a_trainer()
     trainer.validate(module, data, ckpt_path=tmp_path / name, verbose=False)
-    assert module.run.loaded is None and data.cursor == 0
+    assert module.run.loaded is None and data.position.cursor == 0
 
 
 def test_a_checkpoint_that_leaves_nothing_to_train_says_so_and_more_epochs_go_on(tmp_path: Path) -> None:

@@ -43,13 +43,13 @@ def _of_run(module: RLLightningModule) -> Fingerprint:
     trainer = module.trainer
     schedules = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
     corrections = [one for one in callbacks_of(trainer) if isinstance(one, RLCallback)]
-    current = module.run.current
+    current = module.run.progress.current
     return {
         ROLLOUT: {} if current is None else _names(current.rollout.state()),
         WEIGHTS: dict(_leaves(module.state_dict())),
         OPTIMIZER: dict(_leaves([optimizer.state_dict() for optimizer in trainer.optimizers])),
         SCHEDULE: dict(_leaves(schedules)),
-        DATA: {"cursor": module.data_module.cursor},
+        DATA: {"cursor": module.data_module.position.cursor},
         **{CORRECTION + one.state_key: dict(_leaves(one.state_dict())) for one in corrections},
     }
 

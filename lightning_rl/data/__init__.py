@@ -6,11 +6,12 @@ from lightning_rl.data.encoding import Encoder
 from lightning_rl.data.prompt_stream import PromptStream
 from lightning_rl.data.row_schema import PromptForm
 from lightning_rl.data.sources import PromptSource
-from lightning_rl.data.step_loader import StepIndex, StepLoader
+from lightning_rl.data.step_loader import Position, StepIndex, StepLoader
 from lightning_rl.samples import Prompt
 
 __all__ = [
     "Encoder",
+    "Position",
     "Prompt",
     "PromptDataModule",
     "PromptDataset",

@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -19,11 +19,26 @@ from lightning_rl.data.encoding import LengthOf, TooLong
 from lightning_rl.data.prompt_stream import PromptStream
 from lightning_rl.data.row_schema import CONTINUES, ColumnCheck, PromptForm
 from lightning_rl.data.sources import PromptSource, is_hugging_face, open_source
-from lightning_rl.data.step_loader import StepIndex, StepLoader
+from lightning_rl.data.step_loader import Position, StepIndex, StepLoader
 from lightning_rl.samples import Prompt
 from lightning_rl.utils.arguments import check_bools, check_counts, refuse_other_names
 from lightning_rl.utils.library_hooks import LibraryHooks, check_overrides
 from lightning_rl.utils.naming import in_words
+
+
+class SteppingModule(Protocol):
+    """Module of a Trainer, as far as its data module needs it."""
+
+    @property
+    def steps_per_rollout(self) -> int: ...  # noqa: D102
+
+    def begin_step(self, step_index: StepIndex) -> None: ...  # noqa: D102
+
+    def val_dataloader(self) -> Any: ...  # noqa: D102
+
+    def test_dataloader(self) -> Any: ...  # noqa: D102
+
+    def predict_dataloader(self) -> Any: ...  # noqa: D102
 
 
 @LibraryHooks(
@@ -65,6 +80,10 @@ class PromptDataModule(LightningDataModule):
         max_prompt_tokens: Maximum number of tokens per prompt, if below the limit of the context window.
         too_long: Handling of longer prompts: ``"error"`` raises, ``"drop"`` drops them and logs their number as
             ``prompts/dropped``.
+
+    Attributes:
+        position: Live position, which :meth:`take` and the loader of step indices advance.
+        committed: Position of the last commit, which a checkpoint stores and the next fit begins at.
 
     Raises:
         ValueError: If an option is wrong, a row cannot be read, or there are fewer prompts than a rollout needs.
@@ -124,10 +143,7 @@ class PromptDataModule(LightningDataModule):
         self.shuffle = shuffle
         self.seed = seed
         self.epoch_length = epoch_length
-        self.cursor = 0
-        self._loader: StepLoader | None = None
-        self._resumed_at: int | None = None
-        self._committed: tuple[int, int] | None = None
+        self.position = self.committed = Position()
         self._check_size()
 
     def connect(
@@ -194,9 +210,9 @@ class PromptDataModule(LightningDataModule):
 
     def take(self, number: int) -> list[Prompt]:
         """Return the next prompts of the stream and advance the cursor; ranks get the same and use their share."""
-        places = range(self.cursor, self.cursor + number)
-        self.cursor += number
-        return self.at(places)
+        first = self.position.cursor
+        self.position = replace(self.position, cursor=first + number)
+        return self.at(range(first, first + number))
 
     def at(self, places: Iterable[int]) -> list[Prompt]:
         """Return the prompts at indices of the stream, without advancing the cursor."""
@@ -218,7 +234,7 @@ class PromptDataModule(LightningDataModule):
         batches = 0 if self.trainer is None else self.trainer.overfit_batches  # pyrefly: ignore[missing-attribute]
         if not batches:
             return None
-        steps = int(self._module.steps_per_rollout)  # pyrefly: ignore[bad-argument-type]
+        steps = self._module.steps_per_rollout
         step_indices = batches if isinstance(batches, int) else int(batches * self._epoch_rollouts * steps)
         return min(max(-(-step_indices // steps), 1), self._epoch_rollouts) * self.prompts_per_rollout
 
@@ -229,7 +245,7 @@ class PromptDataModule(LightningDataModule):
     def fit_steps(self) -> float:
         """Return the number of optimizer steps of the Trainer's fit by its flags; infinity without a bound."""
         trainer: Any = self.trainer
-        length, limit = self._epoch_rollouts * int(self._module.steps_per_rollout), trainer.limit_train_batches  # pyrefly: ignore[bad-argument-type]
+        length, limit = self._epoch_rollouts * self._module.steps_per_rollout, trainer.limit_train_batches
         epoch = min(length, limit) if isinstance(limit, int) else int(length * limit)
         bounds = [trainer.max_steps] if trainer.max_steps >= 0 else []
         bounds += [trainer.max_epochs * epoch] if (trainer.max_epochs or -1) >= 0 else []
@@ -241,35 +257,33 @@ class PromptDataModule(LightningDataModule):
             return {}
         return {"prompts/dropped": Stat.single(self.prompts.drop_count)}
 
-    def commit(self, step_index: int) -> int:
-        """Make the cursor and the index of the next optimizer step those to resume from; return the cursor."""
-        self._committed = self.cursor, step_index
-        if self._loader is not None:
-            self._loader.committed = step_index
-        return self.cursor
+    def commit(self, index: int) -> None:
+        """Commit the cursor, with the index of the next optimizer step."""
+        self.committed = replace(self.position, index=index)
+
+    @property
+    def rollout(self) -> int:
+        """Number of the rollout of the next optimizer step, as of the last commit."""
+        return self.committed.index // self._module.steps_per_rollout
+
+    def start_rollout(self) -> None:
+        """Move from the committed position to the first step of a rollout, where a new fit begins."""
+        steps = self._module.steps_per_rollout
+        self.position = self.committed = replace(self.committed, index=-(-self.committed.index // steps) * steps)
 
     @override
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Pass the step index to the module before any other hook of the batch."""
         if isinstance(batch, StepIndex):
-            self._module.begin_step(batch)  # pyrefly: ignore[not-callable]
+            self._module.begin_step(batch)
         return batch
 
     @override
     def train_dataloader(self) -> StepLoader:
-        """Return the step indices of one epoch.
-
-        A new fit starts with a new rollout; a resumed one, and the next epoch of a fit, with the next step. Lightning
-        restores a loader within an epoch only.
-        """
-        steps = int(self._module.steps_per_rollout)  # pyrefly: ignore[bad-argument-type]
-        start, self._resumed_at = self._resumed_at, None
-        if start is None:
-            self.cursor, index = self._position
-            new_fit = self._module.run.begun is None  # pyrefly: ignore[missing-attribute]
-            start = -(-index // steps) * steps if new_fit else index
-        self._loader = StepLoader(self._epoch_rollouts * steps, steps, start)
-        return self._loader
+        """Return the step indices of one epoch, from the committed position on."""
+        steps = self._module.steps_per_rollout
+        self.position = self.committed
+        return StepLoader(self._epoch_rollouts * steps, steps, self)
 
     def validation_prompts(self) -> list[Prompt]:
         """Return all validation prompts in order."""
@@ -305,27 +319,20 @@ class PromptDataModule(LightningDataModule):
 
     @override
     def state_dict(self) -> dict[str, int]:
-        """Return the cursor of the prompt stream and the index of the next step, as of the last commit."""
-        cursor, index = self._position
-        return {"cursor": cursor, "step_index": index}
+        """Return the committed position; Lightning restores the state of a loader within an epoch only."""
+        return {"cursor": self.committed.cursor, "step_index": self.committed.index}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the cursor in a fit; ignored when a checkpoint is evaluated."""
+        """Restore the position in a fit; ignored when a checkpoint is evaluated."""
         if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:
-            self.cursor, self._resumed_at = int(state_dict["cursor"]), state_dict.get("step_index")
-            self._committed = None
+            self.position = self.committed = Position(int(state_dict["cursor"]), state_dict.get("step_index") or 0)
 
     @property
-    def _position(self) -> tuple[int, int]:
-        """Cursor and index of the next optimizer step at the last commit; those of now before the first."""
-        return self._committed or (self.cursor, 0 if self._loader is None else self._loader.index)
-
-    @property
-    def _module(self) -> LightningModule:
+    def _module(self) -> SteppingModule:
         if self.trainer is None:
             raise RuntimeError("expected a data module with a Trainer, got none: pass it to fit or validate")
-        return self.trainer.lightning_module
+        return cast(SteppingModule, self.trainer.lightning_module)
 
     def _number_of(self, place: int, length: int) -> int:
         number, offset = divmod(place, length)

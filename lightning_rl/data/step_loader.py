@@ -1,6 +1,28 @@
-"""Step indices, one for each optimizer step, and the loader that counts them through a run."""
+"""Position in the data, step indices, one for each optimizer step, and the loader that counts them through a run."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Position of a run in its data: 32 prompts are taken, and optimizer step 8 is the next one.
+
+    Attributes:
+        cursor: Number of prompts taken from the stream.
+        index: Index of the next optimizer step in the run.
+    """
+
+    cursor: int = 0
+    index: int = 0
+
+
+class Positioned(Protocol):
+    """Owner of the position: the live one, and the committed one, which checkpoints store."""
+
+    position: Position
+    committed: Position
 
 
 class StepIndex:
@@ -15,18 +37,12 @@ class StepIndex:
 
 
 class StepLoader:
-    """Loader of ``epoch_length`` step indices per epoch; the index continues over epochs and is part of the state.
+    """Loader of ``epoch_length`` step indices per epoch, which advances the live position of ``data``."""
 
-    Attributes:
-        index: Next index.
-        committed: Index to resume from; None for ``index``.
-    """
-
-    def __init__(self, epoch_length: int, steps_per_rollout: int, start: int = 0) -> None:
+    def __init__(self, epoch_length: int, steps_per_rollout: int, data: Positioned) -> None:
         self.epoch_length = epoch_length
         self.steps_per_rollout = steps_per_rollout
-        self.index = start
-        self.committed: int | None = None
+        self.data = data
 
     def __len__(self) -> int:
         """Return the number of step indices of one epoch."""
@@ -35,15 +51,14 @@ class StepLoader:
     def __iter__(self) -> Iterator[StepIndex]:
         """Yield the next step indices; a generator, so that ``load_state_dict`` may follow ``iter``."""
         for _ in range(self.epoch_length):
-            rollout, step = divmod(self.index, self.steps_per_rollout)
-            step_index = StepIndex(rollout, step, self.index)
-            self.index += 1
-            yield step_index
+            index = self.data.position.index
+            self.data.position = replace(self.data.position, index=index + 1)
+            yield StepIndex(*divmod(index, self.steps_per_rollout), index)
 
     def state_dict(self) -> dict[str, int]:
         """Return the committed index in the run; Lightning stores the position within the epoch."""
-        return {"index": self.index if self.committed is None else self.committed}
+        return {"index": self.data.committed.index}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue at a saved index."""
-        self.index = state["index"]
+        self.data.position = replace(self.data.position, index=state["index"])

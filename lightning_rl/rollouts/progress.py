@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_rl.data import Prompt
+from lightning_rl.data import Prompt, StepIndex
 from lightning_rl.policy import Plan
 from lightning_rl.policy.plan import divide_plan, plan_of_rows
 from lightning_rl.rollout import Rollout
@@ -38,17 +38,19 @@ class CurrentRollout:
         """Begin the optimizer steps on a rollout."""
         return CurrentRollout(number=number, rollout=rollout, plan=plan, versions=Versions(rollout.tensors()))
 
-    def check_edits(self) -> None:
-        """Check that the rollout has not been modified since it was finished.
+    def edits(self) -> str | None:
+        """Return a message with the fields that have been modified since the rollout was finished, or None."""
+        if not (edited := self.versions.changes(self.rollout.tensors())):
+            return None
+        return (
+            f"the held rollout was written to in place since it was finished: {', '.join(edited)}; some callback "
+            "keeps a reference to it and edits it: SignalAudit names the callback"
+        )
 
-        Raises:
-            EditError: With the names of the modified fields.
-        """
-        if edited := self.versions.changes(self.rollout.tensors()):
-            raise EditError(
-                f"the held rollout was written to in place since it was finished: {', '.join(edited)}; some callback "
-                "keeps a reference to it and edits it: SignalAudit names the callback"
-            )
+    def check_edits(self) -> None:
+        """Raise EditError with the names of the fields that have been modified since the rollout was finished."""
+        if message := self.edits():
+            raise EditError(message)
 
     def divide(self, max_tokens_per_microbatch: int, *, packed: bool, max_over_ranks: MaxOverRanks) -> "CurrentRollout":
         """Split the rows into smaller microbatches; every rank has to call this."""
@@ -98,11 +100,11 @@ class RunFailure:
 class Progress:
     """State of a run between two optimizer steps, in which a checkpoint is saved and a resumed run begins.
 
+    Its position in the data is that of the last commit of the data module.
+
     Args:
-        index: Index of the next optimizer step.
-        current: Rollout in progress; None between two rollouts.
+        current: Rollout in progress, until the observers of its last optimizer step have run; None between two.
         prefetched: Rollouts submitted ahead, by number.
-        cursor: Position in the prompt stream.
         skipped: Number of skipped optimizer steps.
         nonfinite_in_a_row: Number of last steps in a row with a non-finite gradient.
         corrections: States of the corrections by name, from before the optimizer step that has begun; None between
@@ -114,10 +116,8 @@ class Progress:
         origin: Index of the optimizer step that loggers count as 0; None before the first step of a fit.
     """
 
-    index: int = 0
     current: CurrentRollout | None = None
     prefetched: Mapping[int, Pending] = field(default_factory=dict)
-    cursor: int = 0
     skipped: int = 0
     nonfinite_in_a_row: int = 0
     corrections: Mapping[str, Mapping[str, Any]] | None = None
@@ -126,14 +126,25 @@ class Progress:
     discarded: int | None = None
     origin: int | None = None
 
-    def edits(self) -> str | None:
-        """Return the message about in-place edits of the current rollout, or None."""
-        try:
-            if self.current is not None:
-                self.current.check_edits()
-        except EditError as edited:
-            return str(edited)
-        return None
+    def lacks_rollout(self, step_index: StepIndex) -> bool:
+        """Return True if the rollout of a step index has to be made.
+
+        Raises:
+            RuntimeError: If the step index is not the first one of that rollout.
+        """
+        if self.current is not None and self.current.number == step_index.rollout:
+            return False
+        if step_index.step != 0:
+            raise RuntimeError(
+                f"expected step 0 of rollout {step_index.rollout} first, got step {step_index.step}: resume from a "
+                "checkpoint or start a new fit"
+            )
+        return True
+
+    def count(self, *, made: bool | None) -> "Progress":
+        """Count an optimizer step that is made, skipped for a non-finite gradient (False), or for no tokens (None)."""
+        in_a_row = self.nonfinite_in_a_row if made is None else 0 if made else self.nonfinite_in_a_row + 1
+        return replace(self, skipped=self.skipped + (not made), nonfinite_in_a_row=in_a_row)
 
     def without_samples(self, *, keep_prompts: bool) -> "Progress":
         """Return the progress without its rollouts; those submitted ahead may keep their prompts."""

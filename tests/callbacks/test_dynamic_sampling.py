@@ -43,7 +43,7 @@ def drawn(
     )  # fmt: skip
     sampler.engine.load_weights([], 0)
     rollout, stats = fill_rollout(sampler, data.take, number)
-    return rollout, {name: float(stat.value()) for name, stat in stats.items()}, data.cursor
+    return rollout, {name: float(stat.value()) for name, stat in stats.items()}, data.position.cursor
 
 
 def of_kept(counts: dict[str, float]) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from kit.support import fit, recorder, tiny_module, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from lightning_rl import PromptDataModule, Rollout
-from lightning_rl.data import Prompt, StepIndex, StepLoader
+from lightning_rl.data import Position, Prompt, StepIndex, StepLoader
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}{% if add_generation_prompt %}b{% endif %}"
@@ -38,9 +38,7 @@ def connected(
 def held_by_a_trainer(data: PromptDataModule, steps: int) -> PromptDataModule:
     """Stands in for a Trainer, which step indices ask for the steps of a rollout."""
     seen: list[StepIndex] = []
-    module = SimpleNamespace(
-        steps_per_rollout=steps, begin_step=seen.append, seen=seen, run=SimpleNamespace(begun=None)
-    )
+    module = SimpleNamespace(steps_per_rollout=steps, begin_step=seen.append, seen=seen)
     data.trainer = SimpleNamespace(lightning_module=module)  # pyrefly: ignore[bad-assignment]
     return data
 
@@ -130,7 +128,7 @@ def test_the_stream_does_not_depend_on_how_much_is_taken_at_once() -> None:
     rows = [[2 + n] for n in range(7)]
     whole, bits = connected(rows, 3), connected(rows, 3)
     assert whole.take(20) == [prompt for number in (1, 6, 0, 9, 4) for prompt in bits.take(number)]
-    assert whole.cursor == bits.cursor == 20
+    assert whole.position.cursor == bits.position.cursor == 20
 
 
 def test_an_index_is_never_used_twice_even_for_the_same_prompt() -> None:
@@ -152,22 +150,25 @@ def test_a_saved_cursor_continues_the_stream() -> None:
     rows = [[2 + n] for n in range(5)]
     data, again = connected(rows, 2), connected(rows, 2)
     data.take(7)
+    assert again.position == Position(0) and data.position == Position(7) and data.committed == Position(0)
+    data.commit(0)
     again.load_state_dict(json.loads(json.dumps(data.state_dict())))
     assert again.take(6) == data.take(6)
 
 
 def test_tickets_count_rollouts_steps_and_themselves_through_epochs() -> None:
-    loader = StepLoader(4, 2)
+    loader = StepLoader(4, 2, connected([[2]]))
     assert len(loader) == 4
     assert ids_of(list(loader)) == [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 3)]
     assert ids_of(list(loader)) == [(2, 0, 4), (2, 1, 5), (3, 0, 6), (3, 1, 7)]
 
 
 def test_a_loader_continues_where_its_state_says() -> None:
-    loader, again = StepLoader(6, 3), StepLoader(6, 3)
+    loader, again = StepLoader(6, 3, connected([[2]])), StepLoader(6, 3, connected([[2]]))
     iterator = iter(loader)
     for _ in range(4):
         next(iterator)
+    loader.data.committed = loader.data.position
     resumed = iter(again)
     again.load_state_dict(loader.state_dict())  # Lightning makes the iterator first
     assert ids_of([next(resumed)]) == ids_of([next(iterator)]) == [(1, 1, 4)]
@@ -180,9 +181,9 @@ def test_an_epoch_is_a_pass_of_whole_rollouts() -> None:
 
 def test_a_new_fit_begins_with_a_new_rollout() -> None:
     data = held_by_a_trainer(connected([[2]] * 4, 2), 3)
-    iterator = iter(data.train_dataloader())
-    for _ in range(4):
-        next(iterator)
+    data.commit(4)
+    assert ids_of([next(iter(data.train_dataloader()))]) == [(1, 1, 4)], "the next epoch of a fit"
+    data.start_rollout()
     assert ids_of([next(iter(data.train_dataloader()))]) == [(2, 0, 6)]
 
 
@@ -197,7 +198,7 @@ def test_generators_are_keyed_by_tickets_and_by_nothing_else() -> None:
 def test_validation_prompts_keep_their_order_and_leave_the_cursor_alone() -> None:
     data = connected([[9]], validation=[{"prompt": [2 + n], "answer": n} for n in range(5)])
     found = data.validation_prompts()
-    assert data.cursor == 0
+    assert data.position.cursor == 0
     assert [(prompt.index, prompt.token_ids, prompt.columns["answer"]) for prompt in found] == [
         (n, (2 + n,), n) for n in range(5)
     ]
@@ -208,7 +209,7 @@ def test_prompts_to_predict_keep_the_order_of_the_data_and_leave_the_cursor_alon
     data = connected([[9], [8], [7]], shuffle=True)
     assert [(prompt.index, prompt.token_ids) for prompt in data.prediction_prompts()] == [
         (0, (9,)), (1, (8,)), (2, (7,)),
-    ] and data.cursor == 0  # fmt: skip
+    ] and data.position.cursor == 0  # fmt: skip
 
 
 def test_a_fit_without_validation_prompts_leaves_later_validation_alone() -> None:

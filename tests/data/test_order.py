@@ -78,7 +78,7 @@ def test_a_run_resumes_at_any_prompt(kind: str, cursor: int, shuffle: bool, seed
     rows: list[Prompt] = connected(kind, shuffle=shuffle, seed=seed).take(50)
     again = connected(kind, shuffle=shuffle, seed=seed)
     again.load_state_dict(json.loads(json.dumps({"cursor": cursor})))
-    assert again.take(9) == rows[cursor : cursor + 9] and again.cursor == cursor + 9
+    assert again.take(9) == rows[cursor : cursor + 9] and again.position.cursor == cursor + 9
 
 
 class Samples(RLCallback):

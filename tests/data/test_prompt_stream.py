@@ -41,7 +41,7 @@ def test_a_stream_is_read_in_order_and_begins_again() -> None:
     assert numbers(data, 23) == [*range(10), *range(10), 0, 1, 2]
     assert [prompt.index for prompt in data.at([0, 7, 12])] == [0, 7, 12]
     assert data.at([3])[0].token_ids == (2, 3, 4, 5) and data.at([3])[0].content == "a b c d"
-    assert data.cursor == 23 and data.pass_length is None
+    assert data.position.cursor == 23 and data.pass_length is None
 
 
 def test_a_buffer_shuffles_each_pass_in_an_order_of_its_own_set_by_the_seed() -> None:
@@ -141,10 +141,10 @@ def test_a_stream_has_a_fingerprint_of_its_first_rows() -> None:
 def test_a_fit_draws_from_a_stream_and_its_epoch_has_the_length_it_was_given() -> None:
     module, data = tiny_module(tokenizer=tiny_tokenizer()), connected()
     trainer = fit(module, data=data, max_epochs=2)
-    assert trainer.num_training_batches == 3 * module.steps_per_rollout and data.cursor == 2 * 3 * 2
+    assert trainer.num_training_batches == 3 * module.steps_per_rollout and data.position.cursor == 2 * 3 * 2
 
 
 def test_a_list_may_have_an_epoch_length_too() -> None:
     module, data = tiny_module(), PromptDataModule([[2], [3], [4]], 2, epoch_length=4)
     trainer = fit(module, data=data, max_epochs=1)
-    assert trainer.num_training_batches == 4 * module.steps_per_rollout and data.cursor == 8
+    assert trainer.num_training_batches == 4 * module.steps_per_rollout and data.position.cursor == 8

@@ -188,7 +188,7 @@ def test_1_11_every_finished_group_is_trained_on_or_counted_as_filtered() -> Non
     submitted = {request.sample_id // G for request in sampler.engine.requests}
     kept = rollout.groups.unique().tolist()
     assert kept == [group for group in sorted(submitted) if group % 3 != 1] and len(rollout) == 5 * G
-    assert len(submitted) == len(kept) + float(stats["groups/filtered"].value()) == data.cursor
+    assert len(submitted) == len(kept) + float(stats["groups/filtered"].value()) == data.position.cursor
 
 
 def test_1_12_a_log_probability_is_missing_for_no_token() -> None:

@@ -172,7 +172,7 @@ def test_no_sample_is_lost_or_drawn_twice(name: str) -> None:
         assert sorted(ids.tolist()) == list(range(2 * 16 * module.options.group_size)), (
             "every prompt of both epochs, once"
         )
-        assert data.cursor == 2 * 16, "every sample is trained on"
+        assert data.position.cursor == 2 * 16, "every sample is trained on"
 
 
 def test_staleness_is_measured_for_each_token() -> None:

@@ -249,7 +249,7 @@ def test_an_engine_that_hangs_is_given_up_with_an_error_that_says_so(monkeypatch
 def test_nothing_is_drawn_that_nobody_trains_on(limits: dict[str, Any], rollouts: int) -> None:
     data, seen = tiny_prompts(8, 4), list[Rollout]()
     run(None, recorder(seen)("seen"), data=data, trainer=limits)
-    assert len(seen) == rollouts and data.cursor == 4 * rollouts and in_flight() == []
+    assert len(seen) == rollouts and data.position.cursor == 4 * rollouts and in_flight() == []
 
 
 def test_what_is_in_flight_when_a_run_stops_early_is_dropped() -> None:
@@ -259,7 +259,7 @@ def test_what_is_in_flight_when_a_run_stops_early_is_dropped() -> None:
         trainer.should_stop = trainer.global_step == 4
 
     run(None, hooked(on_train_batch_end=stop), recorder(seen)("seen"), data=data)
-    assert len(seen) == 1 and data.cursor == 8 and in_flight() == []
+    assert len(seen) == 1 and data.position.cursor == 8 and in_flight() == []
 
 
 def test_a_second_fit_begins_with_nothing_in_flight() -> None:
@@ -267,4 +267,4 @@ def test_a_second_fit_begins_with_nothing_in_flight() -> None:
     for _ in range(2):
         fit(module, callbacks=[TruncatedIS(), recorder(seen)("seen")], data=data)
     versions = [rollout.policy_version[rollout.action_mask].unique().tolist() for rollout in seen]
-    assert versions == [[0], [0], [2], [2]] and data.cursor == 16
+    assert versions == [[0], [0], [2], [2]] and data.position.cursor == 16

@@ -212,7 +212,9 @@ def test_filtered_groups_are_replaced_by_the_next_prompts() -> None:
     rollout, stats = fill_rollout(sampler_of(keeping), data.take, 3)
     assert rollout.groups.tolist() == [0] * G + [3] * G + [6] * G
     assert [seen.groups.unique().tolist() for seen in keeping.seen] == [[0, 1, 2], [3, 4], [5], [6]]
-    assert data.cursor == 7 and float(stats["groups/filtered"].value()) == 4, "kept and filtered are all that was taken"
+    assert data.position.cursor == 7 and float(stats["groups/filtered"].value()) == 4, (
+        "kept and filtered are all that was taken"
+    )
 
 
 def test_refilling_ends_after_a_number_of_rounds_with_a_warning() -> None:
@@ -221,7 +223,7 @@ def test_refilling_ends_after_a_number_of_rounds_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="2 groups are missing after 4 rounds of refilling"):
         rollout, stats = fill_rollout(sampler_of(keeping), data.take, 3)
     assert rollout.groups.tolist() == [2] * G and len(keeping.seen) == 4
-    assert data.cursor == 3 + 2 * 3 and float(stats["groups/filtered"].value()) == data.cursor - 1
+    assert data.position.cursor == 3 + 2 * 3 and float(stats["groups/filtered"].value()) == data.position.cursor - 1
 
 
 @pytest.mark.filterwarnings("ignore:no reward function applies")

@@ -203,7 +203,7 @@ class StuckPrompts(PromptDataModule):
     @override
     def take(self, number: int) -> list[Prompt]:
         taken = super().take(number)
-        self.cursor = 0
+        self.position = dataclasses.replace(self.position, cursor=0)
         return taken
 
 
@@ -213,7 +213,7 @@ class EverySecondBatch(PromptDataModule):
     @override
     def take(self, number: int) -> list[Prompt]:
         taken = super().take(number)
-        self.cursor += number
+        super().take(number)
         return taken
 
 
@@ -231,8 +231,8 @@ ORDER = lightning_rl.data.data_module._order  # noqa: SLF001
 
 def without_the_end(self: PromptDataModule, number: int, take: Any = PromptDataModule.take) -> list[Prompt]:
     """Return the next prompts; each pass leaves out its last four rows."""
-    if self.cursor % len(ROWS) >= len(ROWS) - 4:
-        self.cursor += number
+    if self.position.cursor % len(ROWS) >= len(ROWS) - 4:
+        take(self, number)
     return take(self, number)
 
 
