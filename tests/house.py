@@ -11,7 +11,7 @@
 5. Files that key a table by ``id(request)``.
 6. Files that spell ``rollout_kl``, one per-token output of the forward, callbacks aside.
 7. Import lines of the audit outside of it.
-8. Files of the audit that import the module, and attribute paths of the module that they read.
+8. Files of the audit that import the module, and attribute paths of the module that they read, through aliases too.
 9. Class names used twice.
 10. Lines of Python in ``lightning_rl/`` and ``callbacks/``.
 """
@@ -39,7 +39,6 @@ NO_SAMPLE = {
 PLAIN = {"NamedTuple", "TypedDict", "BaseModel", "Struct"}
 MODULES = ("module", "pl_module", "trainer")
 LIVE = ("lightning_rl.module", "lightning_rl.base_module")
-READS = re.compile(r"\b(?:self\._|pl_)?module(?!\.(?:named_)?(?:parameters|modules))((?:\.[a-z_]+){1,3})")
 BY_ID = re.compile(r"[\[{]id\(request\)")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Names = set[str]
@@ -215,6 +214,23 @@ def pairs(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
     return found
 
 
+def module_paths(tree: ast.Module) -> Names:
+    """Return the attribute paths of a module that a file reads, with names and attributes that hold a part of it."""
+    aliases = dict.fromkeys(("module", "self._module", "self.module"), "")
+
+    def path_of(node: ast.expr) -> str | None:
+        text = ast.unparse(node)
+        if text in aliases or not isinstance(node, ast.Attribute):
+            return aliases.get(text)
+        held = path_of(node.value)
+        return None if held is None else f"{held}.{node.attr}"
+
+    bound = [pair for node in ast.walk(tree) for pair in pairs(node)]
+    aliases |= {ast.unparse(name): path for name, value in bound if (path := path_of(value))}
+    found = {path for node in ast.walk(tree) if isinstance(node, ast.Attribute) if (path := path_of(node))}
+    return {path for path in found if not any(other.startswith(f"{path}.") for other in found)}
+
+
 def records(trees: Iterable[ast.Module]) -> Names:
     """Return the records that a sample is on its way."""
     types = Types(trees)
@@ -250,7 +266,7 @@ def figures(texts: Mapping[str, str]) -> dict[str, int]:
     imports = [(name, node.module or "") for name, node in nodes if isinstance(node, ast.ImportFrom)]
     outside = [module for name, module in imports if name not in audit]
     live = {name for name, module in imports if name in audit and module in LIVE}
-    paths = {found[1] for text in audit.values() for found in READS.finditer(text)}
+    paths = Names().union(*(module_paths(tree) for name, tree in trees.items() if name in audit and name in live))
     trunk = [tree for name, tree in trees.items() if not OUTSIDE.match(name)]
     return {
         "records of a sample": len(records(trunk)),

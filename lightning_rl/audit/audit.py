@@ -17,7 +17,6 @@ from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
@@ -45,6 +44,7 @@ from lightning_rl.audit.forwards import (
     token_gradients,
     value_moves,
 )
+from lightning_rl.audit.live import LiveRun, live_run
 from lightning_rl.audit.logged_rows import RowWatch
 from lightning_rl.audit.parameter_tracer import ParameterTracer
 from lightning_rl.audit.prompt_watch import PromptWatch
@@ -63,7 +63,6 @@ from lightning_rl.corrections import RLCallback, Stat, StepTrace
 from lightning_rl.data import StepIndex
 from lightning_rl.distributed import process_objects
 from lightning_rl.generation import Completion, Request
-from lightning_rl.module import RLLightningModule
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.step_metrics import StepMetrics
@@ -152,8 +151,8 @@ class SignalAudit(RLCallback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(pl_module, RLLightningModule):
-            self._run = _RunWatch(pl_module, self, rotates=self._rotates)
+        if (live := live_run(trainer, pl_module)) is not None:
+            self._run = _RunWatch(live, self, rotates=self._rotates)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -224,7 +223,7 @@ class SignalAudit(RLCallback):
         begin = time.perf_counter()
         if self._run is not None:
             self._run.end_trace()
-            with fork_generators(self._run.module.device):
+            with fork_generators(self._run.live.device):
                 self._run.look_at_step(trace) if trace.made else self._run.miss_step(trace)
             self._run.expect_row()
         self._count(begin)
@@ -238,10 +237,10 @@ class SignalAudit(RLCallback):
         if run is None:
             return
         evidence = run.end_step()
-        if batch.step == run.module.steps_per_rollout - 1:
+        if batch.step == run.live.options.steps_per_rollout - 1:
             run.begin_next(batch.rollout + 1)
         if evidence is not None:
-            with fork_generators(run.module.device):
+            with fork_generators(run.live.device):
                 self._report(evidence, begin, of_step=True)
 
     @override
@@ -282,7 +281,7 @@ class SignalAudit(RLCallback):
         for check in turn:
             self.skipped.pop(check.name, None)
         self.skipped |= skipped
-        path, text = Path(run.module.trainer.default_root_dir) / FOLDER / f"rollout-{number}{run.suffix}.pt", ""
+        path, text = Path(run.live.trainer.default_root_dir) / FOLDER / f"rollout-{number}{run.suffix}.pt", ""
         if findings:
             save(evidence, findings, path)
             text = visible("\n".join([*map(str, findings), f"Evidence: {path}"]))
@@ -309,14 +308,14 @@ class SignalAudit(RLCallback):
 class _RunWatch:
     """An audited run, with the state of its current rollout."""
 
-    def __init__(self, module: RLLightningModule, audit: SignalAudit, *, rotates: bool) -> None:
-        self.module, self._checks, self._rotates = module, audit.checks, rotates
-        self.suffix = f"-rank-{module.global_rank}" if module.trainer.world_size > 1 else ""
-        others = [callback for callback in callbacks_of(module.trainer) if callback is not audit]
+    def __init__(self, live: LiveRun, audit: SignalAudit, *, rotates: bool) -> None:
+        self.live, self._checks, self._rotates = live, audit.checks, rotates
+        self.suffix = f"-rank-{live.trainer.global_rank}" if live.trainer.world_size > 1 else ""
+        others = [callback for callback in callbacks_of(live.trainer) if callback is not audit]
         self._corrections = [callback for callback in others if isinstance(callback, RLCallback)]
-        self._row = RowWatch(module)
+        self._row = RowWatch(live)
         self.tracer: ParameterTracer | None = None
-        self.fields = FieldWatch(module, others, before=self._before_action, after=self._after_action)
+        self.fields = FieldWatch(live, others, before=self._before_action, after=self._after_action)
         self.audited, self.turn, self._number = False, 0, 0
         self.batches: list[Sequence[tuple[Request, Completion]]] = []
         self.calls: list[RewardCall] = []
@@ -332,21 +331,21 @@ class _RunWatch:
         self._step_index, self._every = 0, audit.every_n_rollouts
         self._passes: dict[int, Tensor] = {}
         self.fields.state.active = True
-        self._rates = StepRates(module, lambda: self.fields.state.idled, rates_set=bool(self.fields.state.setting))
-        self._rewards, self._replays = RewardWatch(module.options.rewards.by_name), ReplayWatch()
-        self._prompts, self._earlier = PromptWatch(module), list[Earlier]()
-        self._resumed = list(forgotten_states(module))
+        self._rates = StepRates(live, lambda: self.fields.state.idled, rates_set=bool(self.fields.state.setting))
+        self._rewards, self._replays = RewardWatch(live.rewards.by_name), ReplayWatch()
+        self._prompts, self._earlier = PromptWatch(live), list[Earlier]()
+        self._resumed = list(forgotten_states(live))
         self.evaluations = EvaluationWatch()
 
     def note_evaluations(self) -> None:
         """Record the reward calls of a batch of evaluations."""
-        if self.module.parallel.ranks == 1 and not self.module.environment_factories:
-            self.evaluations.note_batch(self.module.evaluator.latest_calls)
+        if self.live.parallel.ranks == 1 and self.live.environments is None:
+            self.evaluations.note_batch(self.live.evaluator.latest_calls)
 
     def compare_with_checkpoint(self, checkpoint: Fingerprint) -> None:
         """Compare the state before the first optimizer step with the checkpoint that was loaded."""
         if checkpoint:
-            self._resumed += compare_with_checkpoint(checkpoint, self.module)
+            self._resumed += compare_with_checkpoint(checkpoint, self.live)
 
     def checks_in_turn(self, *, of_step: bool) -> list[Check]:
         """Return the checks of this audit; all of them if they were selected by name."""
@@ -362,7 +361,7 @@ class _RunWatch:
 
     def begin_step(self, step_index: StepIndex, *, audited: bool) -> None:
         """Begin an optimizer step, and with the first step a rollout."""
-        self._scheduled, self._step_index = _epoch_of(self.module), step_index.index
+        self._scheduled, self._step_index = _epoch_of(self.live), step_index.index
         self._step = self._algorithm = None
         if step_index.step == 0:
             self.audited, self._number = audited, step_index.rollout
@@ -376,7 +375,7 @@ class _RunWatch:
 
     def look_at(self, rollout: Rollout) -> Evidence:
         """Return the evidence of a finished rollout. A collective."""
-        module = self.module
+        live, factories = self.live, {} if self.live.environments is None else self.live.environments.factories
         self.fields.state.compare_state(
             "the draw of the rollout: a reward, an environment, the engine or a hook of the module"
         )
@@ -385,22 +384,22 @@ class _RunWatch:
         groups = some_groups(rollout, self.turn)
         rows = some_rows(groups, self.turn)
         self.turn += 1
-        critic = module.required_policy.value_head is not None
-        facts, samples = RunFacts.of(module), samples_of_calls(self.batches, self.calls)
-        conversations = conversations_of(list(module.environment_factories), self.batches, self.rounds)
+        critic = live.policy.value_head is not None
+        facts, samples = RunFacts.of(live), samples_of_calls(self.batches, self.calls)
+        conversations = conversations_of(list(factories), self.batches, self.rounds)
         draws = score_draws(
-            module.run.sampling,
-            partial(plain_logits, module),
+            live.sampling,
+            partial(plain_logits, live),
             self.batches,
             self._number,
             facts.tolerance,
             earlier=self._earlier,
             part=part_of(self._place),
         )
-        outputs = policy_outputs(module, rows)
+        outputs = policy_outputs(live, rows)
         weights, reference_scores = self._look_at_reference() if self._looks_at("reference_stays") else ((), ())
         self._evidence = Evidence(
-            algorithm=repeatable(module.algorithm, self._corrections),
+            algorithm=repeatable(live.algorithm, self._corrections),
             facts=facts,
             rollout=rollout,
             groups=groups,
@@ -408,11 +407,9 @@ class _RunWatch:
             number=self._number,
             outputs=outputs,
             double_temperature=(
-                policy_outputs(module, rows, heat=2.0)
-                if critic and self._looks_at("values_ignore_temperature")
-                else None
+                policy_outputs(live, rows, heat=2.0) if critic and self._looks_at("values_ignore_temperature") else None
             ),
-            value_moves=value_moves(module, rows, outputs) if critic and self._looks_at("value_positions") else None,
+            value_moves=value_moves(live, rows, outputs) if critic and self._looks_at("value_positions") else None,
             batches=self.batches,
             calls=self.calls,
             rounds=[part for part, _ in self.rounds],
@@ -423,28 +420,26 @@ class _RunWatch:
             reward_prompts=self._prompts.of_rewards(self.calls, samples),
             repeats=self._prompts.repeats(rollout, self._number, self.calls, samples),
             held_out=self._prompts.held_out(rollout, self.calls, samples),
-            text=partial(_decode, module.options.tokenizer, module.run.sampling.eos_token_ids or ()),
-            numbers=module.parallel.collectives.objects(
+            text=partial(_decode, live.tokenizer, live.sampling.eos_token_ids or ()),
+            numbers=live.parallel.collectives.objects(
                 {callback.name: numbers_of(callback) for callback in self._corrections if callback.affects}
             ),
-            plain=plain_forwards(module, rows) if self._looks_at("logprob_alignment") else (),
-            token_gradients=token_gradients(module, rows) if self._looks_at("token_gradients") else (),
-            written=unsampled_tokens(module.sampler.environments, conversations, self._number),
-            words_logprob=words_logprob(partial(policy_outputs, module), module.parallel.collectives, rollout)
-            if module.environment_factories
+            plain=plain_forwards(live, rows) if self._looks_at("logprob_alignment") else (),
+            token_gradients=token_gradients(live, rows) if self._looks_at("token_gradients") else (),
+            written=unsampled_tokens(live.environments, conversations, self._number),
+            words_logprob=words_logprob(partial(policy_outputs, live), live.parallel.collectives, rollout)
+            if factories
             else None,
             judged_otherwise=judged_otherwise(conversations),
             reference_weights=weights,
             reference_scores=reference_scores,
             reference_mover=self.fields.state.reference_mover,
             replies=[*self._rewards.ask(self.calls, samples), *self.evaluations.ask()],
-            replays=self._replays.ask(module.sampler.environments, module.data_module, conversations, self._number),
+            replays=self._replays.ask(live.environments, live.data, conversations, self._number),
         )
         self._own_figures = {}
         self._conversation_figures = (
-            {}
-            if module.algorithm.advantages.needs_greedy
-            else conversation_figures(conversations, module.environment_factories)
+            {} if live.algorithm.advantages.needs_greedy else conversation_figures(conversations, factories)
         )
         latest = earlier_of(self._number, self.batches, draws, self._evidence.sample_repeats, self._evidence.odds)
         self._earlier = [*self._earlier, latest][-KEPT_ROLLOUTS:]
@@ -455,28 +450,27 @@ class _RunWatch:
 
         The first scores are those at the first audit. A collective.
         """
-        module, reference, weights = self.module, self.module.models.reference, reference_weights(self.module)
+        live, reference, weights = self.live, self.live.models.reference, reference_weights(self.live)
         before, self._reference = weights if self._reference is None else self._reference, weights
         if reference is None:
             return (before, weights), ()
-        now = fixed_scores(module, reference)
+        now = fixed_scores(live, reference)
         if self._fixed_scores is None:
-            copied = module.models.sources["reference"] is None and not module.models.stepped
-            self._fixed_scores = fixed_scores(module, module.required_policy) if copied else now
+            copied = live.models.sources["reference"] is None and not live.models.stepped
+            self._fixed_scores = fixed_scores(live, live.policy) if copied else now
         return (before, weights), (self._fixed_scores, now)
 
     def _traces_step(self) -> bool:
         """Return True to request the trace of an optimizer step; a gradient scaler rules it out."""
-        scaled = getattr(self.module.trainer.precision_plugin, "scaler", None) is not None
+        scaled = getattr(self.live.trainer.precision_plugin, "scaler", None) is not None
         return self.audited and not scaled and (not self._rotates or self._looks_at(*OF_TRACE))
 
     def begin_trace(self) -> bool:
         """Trace the parameters through the optimizer step that begins now, and return True to request its trace."""
         self.release_tracer()  # of a step that ran out of memory and is repeated
-        traced, module = self._traces_step(), self.module
-        if traced and module.parallel.ranks == 1 and not module.parallel.sharded:
-            optimizer = cast(LightningOptimizer, module.optimizers()).optimizer
-            self.tracer = ParameterTracer(module.required_policy, optimizer)
+        traced, live = self._traces_step(), self.live
+        if traced and live.parallel.ranks == 1 and not live.parallel.sharded:
+            self.tracer = ParameterTracer(live.policy, live.optimizers[0])
         return traced
 
     def _before_action(self, action: str) -> None:
@@ -504,16 +498,16 @@ class _RunWatch:
     def keep_algorithm(self) -> None:
         """Copy the corrections before the backward pass, since they may adapt after the step."""
         if self._evidence is not None and self._algorithm is None and self._traces_step():
-            self._algorithm = repeatable(self.module.algorithm, self._corrections)
+            self._algorithm = repeatable(self.live.algorithm, self._corrections)
 
     def look_at_step(self, trace: StepTrace) -> None:
         """Add the evidence of an optimizer step. A collective."""
-        evidence, module = self._evidence, self.module
+        evidence, live = self._evidence, self.live
         if evidence is None:
             return
         self.fields.look()
         evidence = replace(evidence, algorithm=self._algorithm or evidence.algorithm)
-        collectives, rank = module.parallel.collectives, module.parallel.rank
+        collectives, rank = live.parallel.collectives, live.parallel.rank
         step = StepEvidence.of(trace, evidence.rollout, evidence.algorithm.reduction, collectives, rank)
         self._passes[trace.step] = step.rows.sample_ids
         step.planned, step.passes = self._rows_of_plan(trace.step), dict(self._passes)
@@ -524,7 +518,7 @@ class _RunWatch:
             step.parameters = self.tracer.parameters
         step.stepping = self._rates.note(trace.rollout_number, step.parameters, step.optimizer)
         step.frozen = self._rates.names_without_gradient()
-        step.silent = silent_parameters(module, step)
+        step.silent = silent_parameters(live, step)
         step.blamed = self._culprits()
         if not self._own_figures:  # a collective, so on all ranks even if only one has an edit
             self._own_figures = callback_figures(self._corrections, evidence.rollout)
@@ -543,7 +537,7 @@ class _RunWatch:
         """Return the code that changed, or could have changed, each part of a step."""
         seen = self.fields.state.blamed
         hooked = {"hooked gradients": seen["gradients"]} if "gradients" in seen else {}
-        return {**suspects(self.module, self.fields.callbacks), **hooked, **seen}
+        return {**suspects(self.live, self.fields.callbacks), **hooked, **seen}
 
     def miss_step(self, trace: StepTrace) -> None:
         """Count the rows of a skipped optimizer step as seen."""
@@ -556,7 +550,7 @@ class _RunWatch:
         self.fields.state.keep_state()
 
     def _rows_of_plan(self, step: int) -> Tensor | None:
-        current = self.module.run.progress.current
+        current = self.live.current
         if current is None:
             return None
         parts = [current.rollout.sample_ids[microbatch.index] for microbatch in current.plan.step(step)]
@@ -568,7 +562,7 @@ class _RunWatch:
         if self._evidence is None:
             return None
         self.fields.look()
-        before, after = self._scheduled, _epoch_of(self.module)
+        before, after = self._scheduled, _epoch_of(self.live)
         if self._step is not None:
             if before is not None and after is not None:
                 self._step.scheduler_steps = after - before
@@ -604,6 +598,5 @@ def _decode(tokenizer: Any, ends: Sequence[int], token_ids: Sequence[int]) -> st
     return str(tokenizer.decode(words))
 
 
-def _epoch_of(module: RLLightningModule) -> int | None:
-    scheduler: Any = module.lr_schedulers()
-    return None if scheduler is None else int(scheduler.last_epoch)
+def _epoch_of(live: LiveRun) -> int | None:
+    return None if live.scheduler is None else int(live.scheduler.last_epoch)

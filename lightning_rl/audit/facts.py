@@ -7,9 +7,9 @@ from typing import cast
 import torch
 
 from lightning_rl.audit.forwards import forwards_plainly
+from lightning_rl.audit.live import LiveRun
 from lightning_rl.audit.overrides import overrides
 from lightning_rl.data import PromptDataModule
-from lightning_rl.module import RLLightningModule
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}  # nats, mean over tokens
 COARSE = 0.1
@@ -62,33 +62,33 @@ class RunFacts:
     data: str = ""
 
     @staticmethod
-    def of(module: RLLightningModule) -> "RunFacts":
-        """Return the facts of a module during a fit."""
-        data = module.data_module
+    def of(live: LiveRun) -> "RunFacts":
+        """Return the facts of a run."""
+        data = live.data
         changed = any(overrides(data, name, PromptDataModule) for name in ("take", "at", "load_state_dict"))
-        sampling, limit = module.run.sampling, module.options.max_grad_norm
-        limits = None if (environments := module.sampler.environments) is None else environments.limits
-        mixed = str(module.trainer.precision) not in ("32-true", "64-true")
+        sampling, limit = live.sampling, live.options.max_grad_norm
+        limits = None if live.environments is None else live.environments.limits
+        mixed = str(live.trainer.precision) not in ("32-true", "64-true")
         return RunFacts(
             temperature=sampling.temperature,
-            tolerance=COARSE if mixed else TOLERANCE.get(module.required_policy.model.dtype, COARSE),
-            group_size=module.options.group_size,
-            groups=module.data_module.prompts_per_rollout // module.parallel.ranks,
-            minibatches=module.options.minibatches_per_rollout,
-            ranks=module.parallel.ranks,
+            tolerance=COARSE if mixed else TOLERANCE.get(live.policy.model.dtype, COARSE),
+            group_size=live.options.group_size,
+            groups=data.prompts_per_rollout // live.parallel.ranks,
+            minibatches=live.options.minibatches_per_rollout,
+            ranks=live.parallel.ranks,
             max_new_tokens=sampling.max_new_tokens,
             max_turns=0 if limits is None else limits.turns,
             max_turn_tokens=2**31 if limits is None else limits.turn_tokens or 2**31,
             max_length=2**31 if limits is None else limits.length or 2**31,
-            max_staleness=module.options.max_staleness,
+            max_staleness=live.options.max_staleness,
             max_grad_norm=float("inf") if limit is None else limit,
-            engine=type(module.options.engine).__name__,
-            reward_weights=module.options.rewards.weights,
-            seed=module.options.seed,
-            environment_names=tuple(sorted(module.environment_factories)),
+            engine=type(live.engine).__name__,
+            reward_weights=live.rewards.weights,
+            seed=live.options.seed,
+            environment_names=() if live.environments is None else tuple(sorted(live.environments.factories)),
             evaluations=tuple(
-                (one.name, one.samples, cast(tuple[int, ...], one.pass_at)) for one in module.evaluator.evaluations
+                (one.name, one.samples, cast(tuple[int, ...], one.pass_at)) for one in live.evaluator.evaluations
             ),
-            plain_forward=forwards_plainly(module),
+            plain_forward=forwards_plainly(live),
             data=f"data module {type(data).__name__}, or " if changed else "",
         )

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_rl.audit.live import LiveRun
 from lightning_rl.audit.parameter_tracer import sample_entries
 from lightning_rl.audit.rates import dependencies
 from lightning_rl.audit.step_evidence import StepEvidence
 from lightning_rl.audit.user_hooks import local
 from lightning_rl.corrections import Corrections
 from lightning_rl.distributed import ALONE
-from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import FrozenModel, Microbatch, Outputs, PolicyModel
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.policy.sampling_mask import from_bits
@@ -49,21 +49,21 @@ class PlainForward(NamedTuple):
 
 
 @torch.no_grad()
-def policy_outputs(module: RLLightningModule, rows: Rollout, *, heat: float = 1.0) -> Outputs | None:
+def policy_outputs(live: LiveRun, rows: Rollout, *, heat: float = 1.0) -> Outputs | None:
     """Return the outputs of the policy on rows, in one microbatch; None if a callback's context cannot be repeated.
 
     A collective, also on ranks without rows.
 
     Args:
-        module: Module of the run.
+        live: The run.
         rows: A few rows.
         heat: Factor of the temperature.
     """
     inside = torch.arange(rows.width, device=rows.groups.device) < rows.response_lengths[:, None]
     rows = rows.replace(valid_tokens=rows.valid_tokens & inside)  # the masks themselves may be wrong
-    microbatch = _microbatch_of(module, rows)
-    policy, temperature = module.required_policy, module.required_policy.temperature
-    entered = module.run.corrections.contributors("forward_context")
+    microbatch = _microbatch_of(live, rows)
+    policy, temperature = live.policy, live.policy.temperature
+    entered = live.corrections.contributors("forward_context")
     try:
         corrections = Corrections([copy_state(callback) for callback in entered], ALONE)
     except CopyError:
@@ -71,7 +71,7 @@ def policy_outputs(module: RLLightningModule, rows: Rollout, *, heat: float = 1.
     policy.temperature = temperature * heat
     try:
         context = corrections.forward_context(microbatch.rows_of(rows))
-        with module.trainer.precision_plugin.forward_context(), context:
+        with live.trainer.precision_plugin.forward_context(), context:
             outputs = policy(microbatch.layout)
     finally:
         policy.temperature = temperature
@@ -82,24 +82,24 @@ def policy_outputs(module: RLLightningModule, rows: Rollout, *, heat: float = 1.
     return Outputs(*parts)  # pyrefly: ignore[bad-argument-type]
 
 
-def value_moves(module: RLLightningModule, rows: Rollout, outputs: Outputs | None) -> Tensor | None:
+def value_moves(live: LiveRun, rows: Rollout, outputs: Outputs | None) -> Tensor | None:
     """Return by how much values change after a change of one token of each row, [b, T]; None without a critic.
 
     The changed token, the first one that two others follow, is in column 0, the token after it in column 1. Columns
     without a valid token, and rows without such a token, are 0. A collective, also on ranks without rows.
 
     Args:
-        module: Module of the run.
+        live: The run.
         rows: A few rows.
         outputs: Outputs of the policy on them.
     """
     if outputs is None or outputs.values is None:
         return None
-    valid, vocabulary = rows.valid_tokens, module.required_policy.vocabulary
+    valid, vocabulary = rows.valid_tokens, live.policy.vocabulary
     followed = valid & nn.functional.pad(valid, (0, 2))[:, 1:-1] & nn.functional.pad(valid, (0, 2))[:, 2:]
     changed = followed & (followed.cumsum(-1) == 1)
     ids = torch.where(changed, (rows.response_ids + 1) % vocabulary, rows.response_ids)
-    others = policy_outputs(module, rows.replace(response_ids=ids))
+    others = policy_outputs(live, rows.replace(response_ids=ids))
     if others is None or others.values is None:
         return None
     moves = torch.where(valid & changed.any(-1, keepdim=True), (others.values - outputs.values).abs(), 0.0)
@@ -107,14 +107,14 @@ def value_moves(module: RLLightningModule, rows: Rollout, outputs: Outputs | Non
     return nn.functional.pad(moves, (0, rows.width)).gather(1, behind).double()
 
 
-def _microbatch_of(module: RLLightningModule, rows: Rollout) -> Microbatch:
+def _microbatch_of(live: LiveRun, rows: Rollout) -> Microbatch:
     """Return rows in one microbatch."""
-    plan = plan_of_rows(rows.to("cpu"), [[list(range(len(rows)))]], packed=module.models.options.packing)
+    plan = plan_of_rows(rows.to("cpu"), [[list(range(len(rows)))]], packed=live.models.options.packing)
     return plan.to(rows.groups.device).step(0)[0]
 
 
 @torch.no_grad()
-def silent_parameters(module: RLLightningModule, step: StepEvidence) -> list[str]:
+def silent_parameters(live: LiveRun, step: StepEvidence) -> list[str]:
     """Return the names of parameters without a backward pass, and of a critic whose whole gradient is 0.
 
     Only those on which trained outputs depend.
@@ -135,14 +135,14 @@ def silent_parameters(module: RLLightningModule, step: StepEvidence) -> list[str
     rows = step.rows.select(alive.nonzero()[:SILENT_ROWS, 0])
     if not len(rows):
         return []
-    layout, policy = _microbatch_of(module, rows).layout, module.required_policy
+    layout, policy = _microbatch_of(live, rows).layout, live.policy
 
     def outputs_with(moved: Mapping[str, Tensor]) -> Tensor:
         outputs = functional_call(policy, dict(moved), (layout,))._asdict()
         return torch.cat([outputs[name].double().flatten() for name, here in trained.items() if here])
 
     few = names[:: max(len(names) // SILENT, 1)][:SILENT]
-    with _eval_mode(policy), module.trainer.precision_plugin.forward_context():
+    with _eval_mode(policy), live.trainer.precision_plugin.forward_context():
         return list(dependencies(policy, few, outputs_with))
 
 
@@ -158,7 +158,7 @@ def _eval_mode(policy: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def token_gradients(module: RLLightningModule, rows: Rollout) -> tuple[Tensor, ...]:
+def token_gradients(live: LiveRun, rows: Rollout) -> tuple[Tensor, ...]:
     """Return gradients of log-probabilities by the run's forward, by the model's plain one, and of their scores.
 
     If a correction trains the entropy, each log-probability counts with the entropy of its token.
@@ -168,7 +168,7 @@ def token_gradients(module: RLLightningModule, rows: Rollout) -> tuple[Tensor, .
     no plain forward, no small trained parameter, or if the rows are too long.
     """
     rows = rows.select(torch.arange(min(PLAIN_ROWS, len(rows)), device=rows.groups.device))
-    policy, temperature = module.required_policy, module.options.sampling.temperature
+    policy, temperature = live.policy, live.sampling.temperature
     trained = [
         (name, weight)
         for name, weight in policy.named_parameters()
@@ -177,11 +177,11 @@ def token_gradients(module: RLLightningModule, rows: Rollout) -> tuple[Tensor, .
     tokens = int((rows.prompt_lengths + rows.response_lengths).sum())
     order = rows.valid_tokens.cumsum(-1)
     ends = rows.valid_tokens & ((order <= END_TOKENS) | (order > order[:, -1:] - END_TOKENS))
-    if not forwards_plainly(module) or not trained or not ends.any() or tokens > GRADIENT_TOKENS:
+    if not forwards_plainly(live) or not trained or not ends.any() or tokens > GRADIENT_TOKENS:
         return ()
     signs = torch.where(ends, 1.0 - 2.0 * (order % 2), 0.0)
-    layout, contexts = _microbatch_of(module, rows).layout, _contexts(rows)
-    entropies = module.algorithm.trains_entropy
+    layout, contexts = _microbatch_of(live, rows).layout, _contexts(rows)
+    entropies = live.algorithm.trains_entropy
 
     def by_the_run(weights: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         outputs = functional_call(policy, dict(weights), (layout,))
@@ -207,7 +207,7 @@ def token_gradients(module: RLLightningModule, rows: Rollout) -> tuple[Tensor, .
         return tuple(totals)
 
     gradients = list[Tensor]()
-    with _eval_mode(policy), torch.enable_grad(), module.trainer.precision_plugin.forward_context():
+    with _eval_mode(policy), torch.enable_grad(), live.trainer.precision_plugin.forward_context():
         for forward in (by_the_run, plainly):
             leaves = {name: weight.detach().clone().requires_grad_() for name, weight in trained}
             for total in forward(leaves):
@@ -258,54 +258,54 @@ def _contexts(rows: Rollout) -> list[_Context]:
     return found
 
 
-def reference_weights(module: RLLightningModule) -> Tensor:
+def reference_weights(live: LiveRun) -> Tensor:
     """Return a few local weights of every frozen parameter of the reference, [N] float64."""
-    if module.models.reference is None:
+    if live.models.reference is None:
         return torch.zeros(0)
-    weights = module.models.reference.model.named_parameters()
+    weights = live.models.reference.model.named_parameters()
     held = {name: local(weight.detach()) for name, weight in weights if not weight.requires_grad}
     return torch.cat([few.double() for few in sample_entries(held, ENTRIES).values()])
 
 
 @torch.no_grad()
-def fixed_scores(module: RLLightningModule, scorer: PolicyModel | FrozenModel) -> Tensor:
+def fixed_scores(live: LiveRun, scorer: PolicyModel | FrozenModel) -> Tensor:
     """Return log-probabilities of tokens that are the same in every audit, [N] float64. A collective."""
-    generator, vocabulary = torch.Generator().manual_seed(0), module.required_policy.vocabulary
+    generator, vocabulary = torch.Generator().manual_seed(0), live.policy.vocabulary
     ids = torch.randint(vocabulary, (FIXED_ROWS, FIXED_TOKENS), generator=generator).tolist()
     rows = Rollout.of_samples([row[:1] for row in ids], [row[1:] for row in ids], groups=range(FIXED_ROWS))
-    layout = _microbatch_of(module, rows.to(module.device)).layout
-    with module.trainer.precision_plugin.forward_context():
+    layout = _microbatch_of(live, rows.to(live.device)).layout
+    with live.trainer.precision_plugin.forward_context():
         logprobs = scorer.logprobs(layout) if isinstance(scorer, FrozenModel) else scorer(layout).logprobs
     return logprobs.double().flatten().cpu()
 
 
-def plain_logits(module: RLLightningModule, token_ids: Sequence[Sequence[int]]) -> Tensor | None:
+def plain_logits(live: LiveRun, token_ids: Sequence[Sequence[int]]) -> Tensor | None:
     """Return the logits after each token, [B, T, V], by the policy's own forward; None if weights are sharded."""
-    if not forwards_plainly(module):
+    if not forwards_plainly(live):
         return None
-    model = module.required_policy.model
+    model = live.policy.model
     ids = [torch.tensor(one, device=next(model.parameters()).device) for one in token_ids]
-    with module.trainer.precision_plugin.forward_context():
+    with live.trainer.precision_plugin.forward_context():
         return model(input_ids=nn.utils.rnn.pad_sequence(ids, batch_first=True), use_cache=False).logits
 
 
-def forwards_plainly(module: RLLightningModule) -> bool:
+def forwards_plainly(live: LiveRun) -> bool:
     """Return True if the policy's forward is that of its model and this rank holds all weights."""
-    return not module.parallel.sharded and not module.run.corrections.contributors("forward_context")
+    return not live.parallel.sharded and not live.corrections.contributors("forward_context")
 
 
 @torch.no_grad()
-def plain_forwards(module: RLLightningModule, rows: Rollout) -> list[PlainForward]:
+def plain_forwards(live: LiveRun, rows: Rollout) -> list[PlainForward]:
     """Return scores of a few rows by the own forwards of policy and reference.
 
     Empty if weights are sharded, or if a correction wraps every forward in a context.
     """
-    if not forwards_plainly(module) or not len(rows):
+    if not forwards_plainly(live) or not len(rows):
         return []
-    reference, temperature = module.models.reference, module.options.sampling.temperature
+    reference, temperature = live.models.reference, live.sampling.temperature
     few = rows.select(torch.arange(min(PLAIN_ROWS, len(rows)), device=rows.groups.device))
-    with module.trainer.precision_plugin.forward_context():
-        scores = _stretches("policy", module.required_policy.model, few, temperature)
+    with live.trainer.precision_plugin.forward_context():
+        scores = _stretches("policy", live.policy.model, few, temperature)
         if reference is not None:
             with reference.reading():  # the policy may be its own reference
                 scores += _stretches("reference", reference.model, few, temperature)

@@ -15,10 +15,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.audit.live import LiveRun, live_run
 from lightning_rl.corrections import Corrections, LossView, RLCallback, Stat, StepTrace
 from lightning_rl.data import StepIndex
 from lightning_rl.metrics import RunningStats
-from lightning_rl.module import RLLightningModule
 from lightning_rl.recording.accounting import (
     Charges,
     sampling_charges,
@@ -76,14 +76,14 @@ class SignalLedger(RLCallback):
         check_counts(1, every_n_rollouts=every_n_rollouts)
         self.every_n_rollouts = every_n_rollouts
         self.totals = Totals()
-        self._module: RLLightningModule | None = None
+        self._live: LiveRun | None = None
         self._samples: list[tuple[Charges, Rollout]] = []
         self._stats: dict[str, Stat] = {}
         self._table: tuple[RunningStats, RunningStats] | None = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._module = pl_module if isinstance(pl_module, RLLightningModule) else None
+        self._live = live_run(trainer, pl_module)
         self._samples, self._table = [], None
 
     @override
@@ -155,7 +155,7 @@ class SignalLedger(RLCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: StepIndex, batch_idx: int
     ) -> None:
-        if self._table is None or batch.step < self._run.steps_per_rollout - 1:
+        if self._table is None or batch.step < self._run.options.steps_per_rollout - 1:
             return
         if batch.rollout % self.every_n_rollouts == 0:
             figures = {name: value for stats in self._table if stats.keys for name, value in stats.figures().items()}
@@ -172,14 +172,14 @@ class SignalLedger(RLCallback):
         self.totals = Totals(**state_dict)
 
     @property
-    def _run(self) -> RLLightningModule:
-        if self._module is None:
+    def _run(self) -> LiveRun:
+        if self._live is None:
             raise RuntimeError("expected SignalLedger to have a module, but no fit has begun: pass it to a Trainer")
-        return self._module
+        return self._live
 
     @property
     def _corrections(self) -> Corrections:
-        return self._run.run.corrections
+        return self._run.corrections
 
 
 def table(number: int, stages: list[str], figures: dict[str, float]) -> str:

@@ -10,11 +10,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.live import LiveRun
 from lightning_rl.audit.recomputed_metrics import microbatch_figures, rollout_figures, step_figures
 from lightning_rl.audit.step_evidence import StepEvidence
 from lightning_rl.corrections import Stat, StepTrace
 from lightning_rl.metrics import ends_row
-from lightning_rl.module import RLLightningModule
 from lightning_rl.testing.properties.definitions import merge, population
 
 
@@ -33,8 +33,8 @@ class RowLogger(DummyLogger):
 class RowWatch:
     """Computes the expected next row and captures the logged one."""
 
-    def __init__(self, module: RLLightningModule) -> None:
-        self._module, self._logger = module, RowLogger()
+    def __init__(self, live: LiveRun) -> None:
+        self._live, self._logger = live, RowLogger()
         self._rollout: dict[str, Stat] = {}
         self._rollouts, self._complete = 0, True
         self._steps: list[dict[str, Stat]] = []
@@ -43,14 +43,14 @@ class RowWatch:
 
     def open(self) -> None:
         """Add the logger before the core may write a row."""
-        if self._module.trainer.loggers and self._logger not in self._module.trainer.loggers:
-            self._module.trainer.loggers.append(self._logger)
+        if self._live.trainer.loggers and self._logger not in self._live.trainer.loggers:
+            self._live.trainer.loggers.append(self._logger)
             self._opened = True
 
     def close(self) -> None:
         """Remove the logger, so that other code finds only the loggers of the run."""
-        if self._logger in self._module.trainer.loggers:
-            self._module.trainer.loggers.remove(self._logger)
+        if self._logger in self._live.trainer.loggers:
+            self._live.trainer.loggers.remove(self._logger)
 
     def note(
         self,
@@ -80,11 +80,11 @@ class RowWatch:
     ) -> tuple[dict[str, dict[str, float]], dict[str, tuple[Tensor, str]]]:
         """Return the row of an optimizer step as logged and as expected; empty if none was logged."""
         self._complete, self.missing = self._complete and seen, ()
-        trainer: Any = self._module.trainer
-        axis = self._module.run.axis(step_index)
-        if not ends_row(trainer.log_every_n_steps, self._module.steps_per_rollout, step_index, axis):
+        trainer: Any = self._live.trainer
+        axis = self._live.row_number(step_index)
+        if not ends_row(trainer.log_every_n_steps, self._live.options.steps_per_rollout, step_index, axis):
             return {}, {}
-        whole = self._complete and self._rollouts <= 1 and self._module.parallel.ranks == 1
+        whole = self._complete and self._rollouts <= 1 and self._live.parallel.ranks == 1
         row, expected = dict[str, dict[str, float]](), dict[str, Stat]()
         if self._opened and self._complete and self._rollouts <= 1:
             silent = {

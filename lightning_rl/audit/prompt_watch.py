@@ -9,12 +9,12 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from lightning_rl.audit.cursor import CursorWatch, Ids
+from lightning_rl.audit.live import LiveRun
 from lightning_rl.data import Prompt, PromptDataModule
 from lightning_rl.data.prompt_stream import PromptStream
 from lightning_rl.data.row_schema import CONTINUES, TOOLS, VARIABLES, Reading, is_token_ids, own_variables
 from lightning_rl.environments.outcome import REWARD_COLUMNS
 from lightning_rl.evaluation.prompt_encoding import encode_prompts
-from lightning_rl.module import RLLightningModule
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout
 from lightning_rl.utils.chat_rendering import apply_template
@@ -72,12 +72,8 @@ class Repeats(NamedTuple):
 class PromptWatch:
     """Looks up the prompts of rollouts in data that has a length."""
 
-    def __init__(self, module: RLLightningModule) -> None:
-        self._module, self._data, self._has_environments = (
-            module,
-            module.data_module,
-            bool(module.environment_factories),
-        )
+    def __init__(self, live: LiveRun) -> None:
+        self._live, self._data, self._has_environments = live, live.data, live.environments is not None
         self._trained, self._places = set[Ids](), set[int]()
         self._begin: int | None = None  # place of rollout 0, by the first audited rollout
 
@@ -94,7 +90,7 @@ class PromptWatch:
         """Return the samples of a few groups for which a reward got columns of another row, by name of the reward."""
         if self._data.pass_length is None:
             return {}
-        size, wrong = self._module.options.group_size, dict[str, list[int]]()
+        size, wrong = self._live.options.group_size, dict[str, list[int]]()
         groups = sorted({sample // size for ids in samples for sample in ids})[:MAX_GROUPS]
         rows = dict(zip(groups, self._data.at(groups), strict=True))
         for call, ids in zip(calls, samples, strict=True):
@@ -117,7 +113,7 @@ class PromptWatch:
         return {sample: self._encode(*shown) for sample, shown in list(contents.items())[:MAX_GROUPS]}
 
     def _encode(self, content: Any, columns: Mapping[str, Any]) -> Ids:
-        tokenizer: Any = self._module.options.tokenizer
+        tokenizer: Any = self._live.tokenizer
         if is_token_ids(content):
             return tuple(map(int, content))
         if isinstance(content, str):
@@ -168,12 +164,12 @@ class PromptWatch:
         sets, validation = dict[str, Sequence[Prompt]](), self._data.validation
         if validation is not None and validation.fingerprint != self._data.fingerprint:
             sets[""] = validation.prompts(range(min(len(validation), MAX_HELD_OUT)))
-        for evaluation in self._module.evaluator.evaluations:
+        for evaluation in self._live.evaluator.evaluations:
             encoded = encode_prompts(
                 evaluation.prompts,
-                self._module.options.tokenizer,
-                self._module.required_policy.model,
-                self._module.run.sampling.max_new_tokens,
+                self._live.tokenizer,
+                self._live.policy.model,
+                self._live.sampling.max_new_tokens,
             )
             sets[evaluation.name] = encoded[:MAX_HELD_OUT]
         found = {name: frozenset(map(self._row_identity, prompts)) for name, prompts in sets.items()}
@@ -209,11 +205,11 @@ class PromptWatch:
     ) -> Repeats | None:
         """Return counts of repeated rows over all ranks; None if repeats are intended. A collective."""
         rows = self._own_rows(rollout, calls, samples)
-        size, real = self._module.options.group_size, [sample for sample, _ in _prompts_of(rollout)]
+        size, real = self._live.options.group_size, [sample for sample, _ in _prompts_of(rollout)]
         own: dict[int, Ids | None] = {sample // size: None for sample in real}
         own |= {sample // size: rows[sample] for sample in real if sample in rows}
-        shares = self._module.parallel.collectives.objects(own)
-        if self._module.trainer.overfit_batches:  # pyrefly: ignore[missing-attribute]
+        shares = self._live.parallel.collectives.objects(own)
+        if self._live.trainer.overfit_batches:  # pyrefly: ignore[missing-attribute]
             return None
         owners = Counter(place for share in shares for place in share)
         shared = {place for place, number in owners.items() if number > 1}
@@ -234,7 +230,7 @@ class PromptWatch:
 
     def _misplacements(self, places: Collection[int], number: int) -> int:
         """Return the number of places that a rollout without filters should contain or should not."""
-        if not places or self._module.run.corrections.contributors("keep_groups"):
+        if not places or self._live.corrections.contributors("keep_groups"):
             return 0
         length = self._data.prompts_per_rollout
         if self._begin is None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_rl.audit.live import LiveRun
 from lightning_rl.audit.parameter_tracer import ParameterTrace
-from lightning_rl.module import RLLightningModule
 from lightning_rl.utils.naming import name_of
 
 IDLE_ROLLOUTS = 2  # successive audited rollouts at a rate of 0
@@ -58,15 +58,14 @@ def rule_of(optimizer: Optimizer) -> str:
     return kind.__name__ if optimizer.defaults.keys() <= own | set(PRIVATE) else ""
 
 
-def scheduler_name(module: RLLightningModule) -> str:
+def scheduler_name(live: LiveRun) -> str:
     """Return the scheduler of a run as a culprit, with its functions and builder; empty without one."""
-    scheduler: Any = module.lr_schedulers()
+    scheduler = live.scheduler
     if scheduler is None:
         return ""
     functions = [function for function in getattr(scheduler, "lr_lambdas", None) or () if function is not None]
     named = list(dict.fromkeys(getattr(function, "__qualname__", type(function).__name__) for function in functions))
-    builder = module.options.get("lr_scheduler")
-    builder = getattr(builder, "func", builder)  # of a partial
+    builder = getattr(live.options.lr_scheduler, "func", live.options.lr_scheduler)  # of a partial
     return ", ".join([f"scheduler {type(scheduler).__name__}", *named, *([f"built by {name_of(builder)}"])])
 
 
@@ -74,29 +73,29 @@ class StepRates:
     """Tracks trained parameters, learning rates and directions of steps from audit to audit.
 
     Args:
-        module: Module of the run; trainable parameters must stay trainable.
+        live: The run; trainable parameters must stay trainable.
         idled: Function that returns the hook that set all rates to 0, or an empty string.
         rates_set: True if a hook of the user could set a rate.
     """
 
-    def __init__(self, module: RLLightningModule, idled: Callable[[], str], *, rates_set: bool = False) -> None:
+    def __init__(self, live: LiveRun, idled: Callable[[], str], *, rates_set: bool = False) -> None:
         self._set = rates_set
-        self._module, self._policy, self._idled = module, module.required_policy, idled
+        self._live, self._policy, self._idled = live, live.policy, idled
         self._trained = [name for name, parameter in self._policy.named_parameters() if parameter.requires_grad]
         self._idle, self._rollout, self._at_zero = 0, -1, dict[str, int]()
         self._steps, self._uphill = 0, 0
-        self._first = -1 if module.trainer.global_step else 0
+        self._first = -1 if live.trainer.global_step else 0
         self._counts: dict[int, float] = {}
 
     def begin_step(self) -> None:
         """Begin an audited optimizer step."""
-        self._counts = _counts(self._module.trainer.optimizers)
+        self._counts = _counts(self._live.optimizers)
 
     def note(self, rollout_number: int, parameters: Mapping[str, ParameterTrace], optimizer: str) -> Stepping:
         """Return the state of the optimizers after an audited step; ``optimizer`` is the name of a class."""
         idle = self._note_rates(rollout_number, parameters)
         self._note_direction(parameters)
-        optimizers = self._module.trainer.optimizers
+        optimizers = self._live.optimizers
         return Stepping(
             rule=rule_of(optimizers[0]) if len(optimizers) == 1 else optimizer,
             steps=self._own_steps(optimizers),
@@ -129,7 +128,7 @@ class StepRates:
     def _never_start(self) -> set[str]:
         """Return the parameters whose rate is 0 from the start, which no hook sets."""
         names = {id(parameter): name for name, parameter in self._policy.named_parameters()}
-        groups = [group for optimizer in self._module.trainer.optimizers for group in optimizer.param_groups]
+        groups = [group for optimizer in self._live.optimizers for group in optimizer.param_groups]
         idle = [group for group in groups if not group.get("initial_lr", group["lr"]) > 0]
         return set() if self._set else {names[id(one)] for group in idle for one in group["params"] if id(one) in names}
 
@@ -155,9 +154,9 @@ class StepRates:
     def _rate_setter(self) -> str:
         if culprit := self._idled():
             return culprit
-        groups = [group for optimizer in self._module.trainer.optimizers for group in optimizer.param_groups]
+        groups = [group for optimizer in self._live.optimizers for group in optimizer.param_groups]
         meant = all(group.get("initial_lr", 0.0) == 0 for group in groups if not group["lr"] > 0)
-        return "" if meant else scheduler_name(self._module)
+        return "" if meant else scheduler_name(self._live)
 
     def names_without_gradient(self) -> list[str]:
         """Return the names of parameters that no longer require a gradient."""

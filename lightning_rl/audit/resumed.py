@@ -7,11 +7,11 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from lightning_rl.audit.live import LiveRun
 from lightning_rl.audit.overrides import name_of_callback, overrides
-from lightning_rl.audit.user_hooks import ENTRIES, hooks_by_action, local
+from lightning_rl.audit.user_hooks import ENTRIES, local
 from lightning_rl.corrections import RLCallback
 from lightning_rl.data import PromptDataModule
-from lightning_rl.module import RLLightningModule
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.trainer import callbacks_of, is_own
 
@@ -39,33 +39,33 @@ def of_checkpoint(checkpoint: Mapping[str, Any]) -> Fingerprint:
     }
 
 
-def _of_run(module: RLLightningModule) -> Fingerprint:
-    trainer = module.trainer
+def _of_run(live: LiveRun) -> Fingerprint:
+    trainer = live.trainer
     schedules = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
     corrections = [one for one in callbacks_of(trainer) if isinstance(one, RLCallback)]
-    current = module.run.progress.current
+    current = live.current
     return {
         ROLLOUT: {} if current is None else _names(current.rollout.state()),
-        WEIGHTS: dict(_leaves(module.state_dict())),
+        WEIGHTS: dict(_leaves(trainer.strategy.lightning_module_state_dict())),
         OPTIMIZER: dict(_leaves([optimizer.state_dict() for optimizer in trainer.optimizers])),
         SCHEDULE: dict(_leaves(schedules)),
-        DATA: {"cursor": module.data_module.position.cursor},
+        DATA: {"cursor": live.data.position.cursor},
         **{CORRECTION + one.state_key: dict(_leaves(one.state_dict())) for one in corrections},
     }
 
 
-def compare_with_checkpoint(saved: Fingerprint, module: RLLightningModule) -> Iterator[Finding]:
+def compare_with_checkpoint(saved: Fingerprint, live: LiveRun) -> Iterator[Finding]:
     """Yield a finding for each part that differs from the checkpoint before the first optimizer step."""
-    if module.parallel.sharded or module.run.changes:
+    if live.parallel.sharded or live.changes_configuration:
         return
-    loaded = _of_run(module)
+    loaded = _of_run(live)
     for part, numbers in saved.items():
         ours = loaded.get(part)
         changed = [] if ours is None else [path for path, value in numbers.items() if not _same(value, ours.get(path))]
         if changed:
             yield Finding(
                 check="resumed_state",
-                culprit=_culprit_of(part, module),
+                culprit=_culprit_of(part, live),
                 expected=f"the {part} of the checkpoint after loading it",
                 observed=f"another or none at {changed[0]} and {len(changed) - 1} other places",
                 cure="load everything that was saved, and change nothing before the first step; or declare it: "
@@ -73,9 +73,9 @@ def compare_with_checkpoint(saved: Fingerprint, module: RLLightningModule) -> It
             )
 
 
-def forgotten_states(module: RLLightningModule) -> Iterator[Finding]:
+def forgotten_states(live: LiveRun) -> Iterator[Finding]:
     """Yield a finding for each subclass of a correction whose state lacks entries of its parent."""
-    for callback in callbacks_of(module.trainer):
+    for callback in callbacks_of(live.trainer):
         kinds = [kind for kind in type(callback).__mro__ if is_own_class(kind) and "state_dict" in vars(kind)]
         if not isinstance(callback, RLCallback) or is_own(callback) or not kinds:
             continue
@@ -95,18 +95,18 @@ def is_own_class(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "lightning_rl"
 
 
-def _culprit_of(part: str, module: RLLightningModule) -> str:
+def _culprit_of(part: str, live: LiveRun) -> str:
     """Return the user's code that loads a part, or that could have changed it."""
-    data, foreign = module.data_module, [one for one in callbacks_of(module.trainer) if not is_own(one)]
+    data, foreign = live.data, [one for one in callbacks_of(live.trainer) if not is_own(one)]
     if part == DATA and overrides(data, "load_state_dict", PromptDataModule):
         return f"data module {type(data).__name__}.load_state_dict"
     for callback in foreign:
         loads = overrides(callback, "load_state_dict", Callback)
         if isinstance(callback, RLCallback) and part == CORRECTION + callback.state_key and loads:
             return f"callback {name_of_callback(callback)}.load_state_dict"
-    hooks = list(hooks_by_action(foreign, module, HOOKS, HOOKS).values())
-    if part == WEIGHTS and overrides(module, "load_state_dict", RLLightningModule):
-        hooks.insert(0, f"module {type(module).__name__}.load_state_dict")
+    hooks = list(live.hooks(foreign, HOOKS, HOOKS).values())
+    if part == WEIGHTS and (loader := live.overridden("load_state_dict")):
+        hooks.insert(0, loader)
     return ", or ".join(hooks[:3]) or f"the loading of the checkpoint, its {part}"
 
 

@@ -9,17 +9,16 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_rl.audit.overrides import STEP_HOOKS, name_of_callback, overrides
+from lightning_rl.audit.live import LiveRun
+from lightning_rl.audit.overrides import STEP_HOOKS
 from lightning_rl.audit.parameter_tracer import by_kind, sample_entries
 from lightning_rl.corrections import RLCallback
-from lightning_rl.module import RLLightningModule
 from lightning_rl.setup_checks import call_closure
 from lightning_rl.testing.properties.comparisons import bitwise_equal
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.trainer import is_own
 
 ENTRIES = 16  # of each tensor; a norm covers the others
-OF_MODULE = STEP_HOOKS[1:]  # the core generates the rollout in the first one
 BETWEEN_STEPS = tuple(
     name for name in dir(Callback) if name.startswith("on_") and name not in STEP_HOOKS and name != "on_exception"
 )
@@ -33,26 +32,6 @@ Snapshot = dict[str, Numbers]
 """A few numbers of each part, such as ``"weights"``."""
 
 
-def hooks_by_action(
-    callbacks: Iterable[Callback],
-    module: RLLightningModule,
-    hooks: Sequence[str] = STEP_HOOKS,
-    of_module: Sequence[str] = OF_MODULE,
-) -> dict[str, str]:
-    """Return the culprit of every overridden hook by action of the Trainer's profiler."""
-    culprits = dict[str, str]()
-    for callback in callbacks:
-        for hook in hooks:
-            if overrides(callback, hook, Callback):
-                action = f"[Callback]{callback.state_key}.{hook}"
-                culprits[action] = f"callback {name_of_callback(callback)}.{hook}"
-    kind = type(module)
-    for hook in of_module:
-        if overrides(module, hook, RLLightningModule):
-            culprits[f"[LightningModule]{kind.__name__}.{hook}"] = f"module {kind.__name__}.{hook}"
-    return culprits
-
-
 class StateWatch:
     """Compares the state of a run before and after each hook of user code.
 
@@ -64,12 +43,11 @@ class StateWatch:
         reference_mover: Hook that changed the reference, in any rollout; empty if none did.
     """
 
-    def __init__(self, module: RLLightningModule, callbacks: Iterable[Callback]) -> None:
-        self._module, foreign = module, [callback for callback in callbacks if not is_own(callback)]
-        self.actions = hooks_by_action(foreign, module)
-        self.setting = hooks_by_action(foreign, module, [*STEP_HOOKS, *RATE_HOOKS], [*STEP_HOOKS, *RATE_HOOKS])
-        of_module = [hook for hook in BETWEEN_STEPS if hasattr(RLLightningModule, hook)]
-        self.between = hooks_by_action(foreign, module, BETWEEN_STEPS, of_module)
+    def __init__(self, live: LiveRun, callbacks: Iterable[Callback]) -> None:
+        self._live, foreign = live, [callback for callback in callbacks if not is_own(callback)]
+        self.actions = live.hooks(foreign)
+        self.setting = live.hooks(foreign, [*STEP_HOOKS, *RATE_HOOKS], [*STEP_HOOKS, *RATE_HOOKS])
+        self.between = live.hooks(foreign, BETWEEN_STEPS, BETWEEN_STEPS)
         self._kept: Snapshot | None = None
         self._movers = dict[str, str]()
         self.names = {callback.name for callback in foreign if isinstance(callback, RLCallback)}
@@ -91,25 +69,25 @@ class StateWatch:
 
     def before_rates(self) -> None:
         """Record the learning rates before code that could set them."""
-        self._rates = _rates(self._module)
+        self._rates = _rates(self._live)
 
     def after_rates(self, culprit: str) -> None:
         """Compare the learning rates after code that could set them."""
-        rates = _rates(self._module)
+        rates = _rates(self._live)
         if rates != self._rates:
             self.idled = "" if any(rate > 0 for rate in rates) else culprit
 
     def enter(self, *, contribution: bool = False) -> None:
         """Record the state before a hook, or before a contribution, which may not even move the weights in memory."""
-        self._before = dict(_snapshot(self._module)) if self.active else None
-        moves = not contribution or self._module.parallel.sharded  # which frees and allocates parameters
+        self._before = dict(_snapshot(self._live)) if self.active else None
+        moves = not contribution or self._live.parallel.sharded  # which frees and allocates parameters
         self._places = None if moves else self._memory()
 
     def leave(self, culprit: str) -> None:
         """Compare the state after a hook, which is the culprit of changes."""
         if self._before is None:
             return
-        places, self._before = _changes(self._before, dict(_snapshot(self._module))), None
+        places, self._before = _changes(self._before, dict(_snapshot(self._live))), None
         if self._places is not None and self._places != self._memory():
             places.setdefault("weights", "their memory")
         if places.pop(REFERENCE, None) is not None:  # reference_stays reports it
@@ -121,8 +99,8 @@ class StateWatch:
 
     def keep_state(self) -> None:
         """Record weights and optimizer after a step, since they stay the same until the next one."""
-        if not self._module.parallel.sharded:  # gathering would change local parts
-            self._kept, self._movers = dict(_lasting(self._module)), {}
+        if not self._live.parallel.sharded:  # gathering would change local parts
+            self._kept, self._movers = dict(_lasting(self._live)), {}
 
     def forget_state(self) -> None:
         """Discard the record before an optimizer step, which changes them."""
@@ -131,7 +109,7 @@ class StateWatch:
     def note_mover(self, culprit: str) -> None:
         """Record the changes of a hook between steps without a finding, since another hook may revert them."""
         if self._before is not None:
-            changed = _changes(self._before, dict(_snapshot(self._module)))
+            changed = _changes(self._before, dict(_snapshot(self._live)))
             self._movers |= {what: culprit for what in changed if what in LASTS}
         self._before = None
 
@@ -139,7 +117,7 @@ class StateWatch:
         """Compare with the state after the last step; a reported change becomes the new reference."""
         if self._kept is None:  # no audited rollout before or after
             return
-        before, self._kept = self._kept, dict(_lasting(self._module))
+        before, self._kept = self._kept, dict(_lasting(self._live))
         for what, name in _changes(before, self._kept).items():
             if what in self.blamed:  # reported for a hook of the step
                 continue
@@ -149,7 +127,7 @@ class StateWatch:
             self._note(culprit, expected, "others at the next one", name, "put back what was changed")
 
     def _memory(self) -> list[int]:
-        return [local(weight.detach()).data_ptr() for weight in self._module.required_policy.parameters()]
+        return [local(weight.detach()).data_ptr() for weight in self._live.policy.parameters()]
 
     def _note(self, culprit: str, expected: str, observed: str, name: str, cure: str) -> None:
         example = f", such as {name}" if name else ""
@@ -182,42 +160,42 @@ def _changes(before: Snapshot, after: Snapshot) -> dict[str, str]:
     return places
 
 
-def _rates(module: RLLightningModule) -> list[float]:
-    return [float(group["lr"]) for optimizer in module.trainer.optimizers for group in optimizer.param_groups]
+def _rates(live: LiveRun) -> list[float]:
+    return [float(group["lr"]) for optimizer in live.optimizers for group in optimizer.param_groups]
 
 
-def _snapshot(module: RLLightningModule) -> Iterator[tuple[str, Numbers]]:
+def _snapshot(live: LiveRun) -> Iterator[tuple[str, Numbers]]:
     """Yield a few numbers of each part of the state that a hook could change."""
-    yield from _lasting(module)
-    parameters = dict(module.required_policy.named_parameters())
+    yield from _lasting(live)
+    parameters = dict(live.policy.named_parameters())
     gradients = {name: local(weight.grad) for name, weight in parameters.items() if weight.grad is not None}
     yield "gradients", _few(gradients)
     yield FROZEN, ((), torch.tensor([weight.requires_grad for weight in parameters.values()]))
-    for optimizer in module.trainer.optimizers:
+    for optimizer in live.optimizers:
         numbers = [
             float(value)
             for group in optimizer.param_groups
             for name, value in sorted(group.items())
             if isinstance(value, int | float) and name != "initial_lr"
         ]
-        numbers += [float(config.scheduler.last_epoch) for config in module.trainer.lr_scheduler_configs]
+        numbers += [float(config.scheduler.last_epoch) for config in live.trainer.lr_scheduler_configs]
         yield TUNED, ((), torch.tensor(numbers, dtype=torch.float64))
-    if (reference := module.models.reference) is not None:
+    if (reference := live.models.reference) is not None:
         frozen = {name: one for name, one in reference.model.named_parameters() if not one.requires_grad}
         yield REFERENCE, _join(sample_entries({name: local(one.detach()) for name, one in frozen.items()}, ENTRIES))
-    if module.run.progress.current is not None:
-        plan = module.run.progress.current.plan.microbatches()
+    if live.current is not None:
+        plan = live.current.plan.microbatches()
         rows = [row for microbatch in plan for row in [-1, *microbatch.index.tolist()]]
         yield "plan", ((), torch.tensor([len(plan), *rows]))
-    metrics = {name: group.moments.flatten() for name, group in module.run.metrics.groups.items() if group.keys}
+    metrics = {name: group.moments.flatten() for name, group in live.metrics.groups.items() if group.keys}
     yield "metrics", _join(metrics)
 
 
-def _lasting(module: RLLightningModule) -> Iterator[tuple[str, Numbers]]:
+def _lasting(live: LiveRun) -> Iterator[tuple[str, Numbers]]:
     """Yield the parts of ``LASTS``."""
-    parameters = dict(module.required_policy.named_parameters())
+    parameters = dict(live.policy.named_parameters())
     yield "weights", _few({name: local(weight.detach()) for name, weight in parameters.items()})
-    for optimizer in module.trainer.optimizers:
+    for optimizer in live.optimizers:
         kept = {
             f"{key} {name}": local(value)
             for name, weight in parameters.items()
@@ -277,19 +255,14 @@ def optimizer_hooks(optimizer: Any) -> list[str]:
     ]
 
 
-def suspects(module: RLLightningModule, callbacks: Iterable[Callback]) -> dict[str, str]:
+def suspects(live: LiveRun, callbacks: Iterable[Callback]) -> dict[str, str]:
     """Return code that could have changed parts of a step without being observed, by part, as culprits."""
-    overriding, kind = hooks_by_action([one for one in callbacks if not is_own(one)], module), type(module)
+    overriding = live.hooks([one for one in callbacks if not is_own(one)])
     backward = [culprit for culprit in overriding.values() if culprit.endswith(".on_before_backward")]
-    own = {
-        hook: f"module {kind.__name__}.{hook}"
-        for hook in ("training_step", "backward", "manual_backward", "optimizer_step")
-        if overrides(module, hook, RLLightningModule)
-    }
-    backward += [own[hook] for hook in ("training_step", "backward", "manual_backward") if hook in own]
-    within = [one for optimizer in module.trainer.optimizers for one in optimizer_hooks(optimizer)]
-    within += [own[hook] for hook in ("training_step", "optimizer_step") if hook in own]
-    gradients = [*gradient_hooks(module.required_policy), *backward, *within]
+    backward += filter(None, map(live.overridden, ("training_step", "backward", "manual_backward")))
+    within = [one for optimizer in live.optimizers for one in optimizer_hooks(optimizer)]
+    within += filter(None, map(live.overridden, ("training_step", "optimizer_step")))
+    gradients = [*gradient_hooks(live.policy), *backward, *within]
     hooks = {"backward": backward, "gradients": gradients, "optimizer": within}
     return {what: ", or ".join(culprits[:3]) for what, culprits in hooks.items() if culprits}
 

@@ -10,9 +10,9 @@ from lightning.pytorch.profilers import Profiler
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.audit.user_hooks import StateWatch, hooks_by_action
+from lightning_rl.audit.live import LiveRun
+from lightning_rl.audit.user_hooks import StateWatch
 from lightning_rl.corrections.call_user import VERSIONS
-from lightning_rl.module import RLLightningModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.testing.properties.comparisons import bitwise_equal, differences
 from lightning_rl.testing.properties.value_guard import ValueGuard
@@ -28,7 +28,7 @@ class FieldWatch(ValueGuard):
     call of user code, so the watch replaces both until :meth:`release`, and callbacks are not modified.
 
     Args:
-        module: Module of the run.
+        live: The run.
         callbacks: Callbacks to watch.
         before: Function called with each action that is no hook, before it starts.
         after: Function called with each action that is a hook, after it.
@@ -36,26 +36,26 @@ class FieldWatch(ValueGuard):
 
     def __init__(
         self,
-        module: RLLightningModule,
+        live: LiveRun,
         callbacks: Iterable[Callback],
         before: Callable[[str], None],
         after: Callable[[str], None],
     ) -> None:
-        self._module, self._trainer = module, cast(Any, module.trainer)  # Lightning does not declare the profiler
+        self._live, self._trainer = live, cast(Any, live.trainer)  # Lightning does not declare the profiler
         self.callbacks = callbacks = list(callbacks)
-        self._culprits, self.state = hooks_by_action(callbacks, module), StateWatch(module, callbacks)
+        self._culprits, self.state = live.hooks(callbacks), StateWatch(live, callbacks)
         self._before, self._after = before, after
         self._armed, self._finished, self._raw = False, cast(Rollout | None, None), dict[str, Tensor]()
         self._edits: list[Finding] = []
         self.edited = False
         self._profiler: Profiler = self._trainer.profiler
-        self._trainer.profiler = module.run.corrections.guard = self
+        self._trainer.profiler = live.corrections.guard = self
 
     def release(self) -> None:
         """Restore the profiler and the corrections."""
         if self._trainer.profiler is self:
             self._trainer.profiler = self._profiler
-        self._module.run.corrections.guard = VERSIONS
+        self._live.corrections.guard = VERSIONS
 
     def __getattr__(self, name: str) -> Any:
         """Return attributes of the run's profiler."""
@@ -125,7 +125,7 @@ class FieldWatch(ValueGuard):
 
     def look(self, culprit: str = UNKNOWN, rollout: Rollout | None = None) -> None:
         """Record fields that differ, with the culprit; a reported change becomes the new reference."""
-        current = self._module.run.progress.current
+        current = self._live.current
         if rollout is None and current is not None:
             rollout = current.rollout
         if not self._raw or rollout is None:

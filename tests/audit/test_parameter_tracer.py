@@ -1,7 +1,7 @@
 """The audit follows parameters through an optimizer step, from the backward to the values after it."""
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from typing_extensions import override
 
-from lightning_rl import LossTerm, LossView, RLCallback
+from lightning_rl import LossTerm, LossView, RLCallback, RLLightningModule
 from lightning_rl.audit import SignalAudit
 from lightning_rl.audit.parameter_tracer import ParameterTracer
 from lightning_rl.audit.user_hooks import gradient_hooks
@@ -38,7 +38,7 @@ class Keeping(SignalAudit):
         super().observe_step(trace)
         assert self._run is not None and self._run.tracer is not None
         self.steps.append((trace, self._run.tracer))
-        self.after.append(weights_of(self._run.module))
+        self.after.append(weights_of(cast(RLLightningModule, self._run.live.trainer.lightning_module)))
 
 
 def spread_out(weight: Tensor) -> Tensor:
