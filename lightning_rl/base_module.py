@@ -45,7 +45,6 @@ from lightning_rl.policy.run_models import RunModels
 from lightning_rl.processes.timeouts import CLOCK
 from lightning_rl.rewards import Rewards
 from lightning_rl.rewards.reward_failures import FOLDER
-from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.first_sample import first_sample
 from lightning_rl.rollouts.generator import generates_concurrently
 from lightning_rl.rollouts.memory_estimate import checkpointing_that_fits, token_budget
@@ -54,6 +53,7 @@ from lightning_rl.rollouts.state import RunState, trainer_state
 from lightning_rl.rollouts.step_metrics import StepMetrics
 from lightning_rl.rollouts.zero_gradient import StopOnZeroGradient
 from lightning_rl.run_spec import RunSpec, check_run, needed_extras, needs
+from lightning_rl.samples import Trajectory
 from lightning_rl.serialization import describe
 from lightning_rl.utils.inspection import refuse_inspection
 from lightning_rl.utils.library_hooks import check_overrides
@@ -337,13 +337,13 @@ class BaseModule(LightningModule):
         )
         return built
 
-    def show_sample(self, rollout: Rollout, number: int) -> None:
+    def show_sample(self, samples: Sequence[Trajectory], number: int) -> None:
         """Print a prompt and a response of the first rollout of a fit, with its number, on rank zero.
 
         Control tokens are printed, too.
         """
         if self.shows_sample:
-            lines = [f"{name} of rollout {number}, {text}" for name, text in first_sample(rollout, self.tokenizer)]
+            lines = [f"{name} of rollout {number}, {text}" for name, text in first_sample(samples, self.tokenizer)]
             uses_template = self.run.environments is not None or setup_checks.is_chat(self.data_module.first())
             if uses_template and writes_date(self.tokenizer):
                 lines.append(f"the chat template writes the date of {TODAY.text('%Y-%m-%d')}, which checkpoints keep")
