@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -32,14 +33,13 @@ from lightning_rl import FinishReason, SamplingParams, VLLMEngine
 from lightning_rl.environments import (
     Conversation,
     ConversationLimits,
-    Opening,
     TokenEnvironment,
     TokenStep,
-    Transcript,
     converse,
 )
 from lightning_rl.generation import Completion, Engine, Request
 from lightning_rl.generation.engine import Exchange, give_all
+from lightning_rl.samples import Prompt, Trajectory
 
 CONVERSATIONS, TURNS, PROMPT, TURN_TOKENS, MEAN_TOKENS, REPLY, VOCABULARY = 200, 8, 16, 64, 8, 8, 512
 SLEEP, RUNS, BOUND = 0.2, 5, 0.6
@@ -156,29 +156,30 @@ def a_model() -> PreTrainedModel:
     return LlamaForCausalLM(config).eval()
 
 
-def the_openings() -> list[Opening]:
+def the_conversations() -> list[Conversation]:
     """Return conversations with distinct prompts; one of :data:`MEAN_TOKENS` ids ends an answer."""
     draw = torch.Generator().manual_seed(1)
     sampling = SamplingParams(max_new_tokens=TURNS * TURN_TOKENS, eos_token_ids=range(VOCABULARY // MEAN_TOKENS))
     limits = ConversationLimits(turns=TURNS, turn_tokens=TURN_TOKENS)
-    openings: list[Opening] = []
+    made: list[Conversation] = []
     for number, ids in enumerate(torch.randint(VOCABULARY, (CONVERSATIONS, PROMPT), generator=draw).tolist()):
         request = Request(prefix_ids=tuple(ids), sample_id=number, seed=number, sampling=sampling)
-        openings.append(Opening(Conversation(Sleeping(), request, limits), {}, number))
-    return openings
+        sample = Trajectory(prompt=Prompt(number, request.prefix_ids, "", {}), request=request)
+        made.append(Conversation(Sleeping(), sample, limits, seed=number))
+    return made
 
 
-def tokens_of(transcripts: Sequence[Transcript]) -> list[tuple[int, ...]]:
+def tokens_of(trajectories: Sequence[Trajectory]) -> list[tuple[int, ...]]:
     """Return the tokens of each conversation after its prompt."""
-    return [transcript.row.response_ids for transcript in transcripts]
+    return [tuple(chain.from_iterable(each.token_ids for each in one.segments)) for one in trajectories]
 
 
 def run(engine: Driven, executor: ThreadPoolExecutor) -> tuple[Run, list[tuple[int, ...]]]:
     """Hold all conversations; what that took, and what was said."""
-    openings, steps, begin, work = the_openings(), engine.steps, time.perf_counter(), time.process_time()
-    transcripts = converse(openings, engine, logprobs=True, executor=executor)
+    made, steps, begin, work = the_conversations(), engine.steps, time.perf_counter(), time.process_time()
+    trajectories = converse(made, engine, logprobs=True, executor=executor)
     seconds, work = time.perf_counter() - begin, time.process_time() - work
-    return Run(seconds, work, engine.waited, engine.steps - steps), tokens_of(transcripts)
+    return Run(seconds, work, engine.waited, engine.steps - steps), tokens_of(trajectories)
 
 
 def main() -> int:

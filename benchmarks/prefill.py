@@ -23,9 +23,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "recipes"))
 import trail_task
 
 from lightning_rl import FinishReason, SamplingParams, TransformersEngine
-from lightning_rl.environments import Conversation, ConversationLimits, Opening, TokenEnvironment, TokenStep, converse
+from lightning_rl.environments import Conversation, ConversationLimits, TokenEnvironment, TokenStep, converse
 from lightning_rl.generation import Request
 from lightning_rl.generation.cache import cache_argument
+from lightning_rl.samples import Prompt, Trajectory
 
 PREFIXES, ROWS, PROMPTS, TURNS, TOKENS, RUNS = (64, 128, 256, 512), 64, 8, 8, 8, 3
 
@@ -67,29 +68,28 @@ def reading(model: PreTrainedModel) -> Iterator[list[float]]:
         hook.remove()
 
 
-def openings(length: int) -> list[Opening]:
+def openings(length: int) -> list[Conversation]:
     """Conversations with prompts of a length."""
     draw = torch.Generator().manual_seed(length)
     prompts = torch.randint(2, len(trail_task.WORDS), (PROMPTS, length), generator=draw).tolist()
     sampling = SamplingParams(max_new_tokens=TURNS * TOKENS, eos_token_ids=())
     prefixes = [tuple(prompts[number * PROMPTS // ROWS]) for number in range(ROWS)]
     firsts = [Request(prefix_ids=ids, sample_id=n, seed=n, sampling=sampling) for n, ids in enumerate(prefixes)]
-    return [
-        Opening(Conversation(Saying(), first, ConversationLimits(turns=TURNS, turn_tokens=TOKENS)), {}, 0)
-        for first in firsts
-    ]
+    limits = ConversationLimits(turns=TURNS, turn_tokens=TOKENS)
+    samples = [Trajectory(prompt=Prompt(0, first.prefix_ids, "", {}), request=first) for first in firsts]
+    return [Conversation(Saying(), sample, limits) for sample in samples]
 
 
-def trails() -> list[Opening]:
+def trails() -> list[Conversation]:
     """Return a rollout of the recipe."""
     sampling = SamplingParams(max_new_tokens=40, eos_token_ids=trail_task.ENDS)
-    made: list[Opening] = []
+    made: list[Conversation] = []
     for number, row in enumerate(row for row in trail_task.trails(16, seed=0) for _ in range(16)):
         ids = tuple(trail_task.IDS[word] for word in row["prompt"].split())
         first = Request(prefix_ids=ids, sample_id=number, seed=number, sampling=sampling)
-        made.append(
-            Opening(Conversation(trail_task.Trail(), first, ConversationLimits(turns=7, turn_tokens=6)), row, 0)
-        )
+        columns = {name: value for name, value in row.items() if name != "prompt"}
+        sample = Trajectory(prompt=Prompt(0, ids, row["prompt"], columns), request=first)
+        made.append(Conversation(trail_task.Trail(), sample, ConversationLimits(turns=7, turn_tokens=6)))
     return made
 
 

@@ -1,7 +1,7 @@
 """BaseModule: parts of a run, and the hooks around its training: setup, checkpoints, engine, evaluation, export."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,6 @@ from lightning_rl.policy.activation_checkpointing import Checkpointing
 from lightning_rl.policy.run_models import RunModels
 from lightning_rl.processes.timeouts import CLOCK
 from lightning_rl.rewards.reward_failures import FOLDER
-from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.first_sample import first_sample
 from lightning_rl.rollouts.generator import generates_concurrently
 from lightning_rl.rollouts.memory_estimate import checkpointing_that_fits, token_budget
@@ -50,6 +49,7 @@ from lightning_rl.rollouts.step_metrics import StepMetrics
 from lightning_rl.rollouts.zero_gradient import StopOnZeroGradient
 from lightning_rl.run_checks import check_run, needed_extras, run_names
 from lightning_rl.run_prompts import encode_prompts, is_chat
+from lightning_rl.samples import Trajectory
 from lightning_rl.serialization import describe
 from lightning_rl.utils.inspection import refuse_inspection
 from lightning_rl.utils.library_hooks import check_overrides
@@ -270,14 +270,14 @@ class BaseModule(LightningModule):
         )
         return built
 
-    def show_sample(self, rollout: Rollout, number: int) -> None:
+    def show_sample(self, samples: Sequence[Trajectory], number: int) -> None:
         """Print a prompt and a response of the first rollout of a fit, with its number, on rank zero.
 
         Control tokens are printed, too.
         """
         if self.shows_sample:
             lines = [
-                f"{name} of rollout {number}, {text}" for name, text in first_sample(rollout, self.options.tokenizer)
+                f"{name} of rollout {number}, {text}" for name, text in first_sample(samples, self.options.tokenizer)
             ]
             uses_template = self.run.environments is not None or is_chat(self.data_module.first())
             if uses_template and writes_date(self.options.tokenizer):

@@ -211,7 +211,7 @@ class RLLightningModule(BaseModule):
         generator = RolloutGenerator.of(self, number, end)
         ahead = generator.sync()
         samples = generator.generate(ahead)
-        self.show_sample(samples.rows, number)
+        self.show_sample(samples.trajectories, number)
         groups = generator.reward(samples)
         self.sleep_engine()  # frees memory for the log-probability passes
         current, stats = self.finish_rollout(groups.rollout, number)

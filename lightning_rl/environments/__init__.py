@@ -1,13 +1,13 @@
 """Environments: conversations of several turns of a policy with users, tools or simulators."""
 
 from lightning_rl.environments.chat_template import Bridge, BridgeError
-from lightning_rl.environments.conversation import Conversation, ConversationLimits, ConversationRow, Transcript, Turn
+from lightning_rl.environments.conversation import Conversation, ConversationLimits
 from lightning_rl.environments.conversation_options import Conversations
-from lightning_rl.environments.driver import Opening, converse
+from lightning_rl.environments.driver import converse
 from lightning_rl.environments.environment import Action, Environment, StepResult, TokenEnvironment, TokenStep, ToolCall
 from lightning_rl.environments.json_calls import JsonParser
 from lightning_rl.environments.messages import MessageEnvironment
-from lightning_rl.environments.outcome import EnvironmentReward, Outcome
+from lightning_rl.environments.outcome import EnvironmentReward
 from lightning_rl.environments.parsing import (
     AnswerParser,
     ParserError,
@@ -25,7 +25,6 @@ __all__ = [
     "BridgeError",
     "Conversation",
     "ConversationLimits",
-    "ConversationRow",
     "Conversations",
     "Environment",
     "EnvironmentReward",
@@ -34,8 +33,6 @@ __all__ = [
     "Message",
     "MessageEnvironment",
     "ObjectEnvironment",
-    "Opening",
-    "Outcome",
     "ParserError",
     "RendererParser",
     "StepResult",
@@ -44,8 +41,6 @@ __all__ = [
     "TokenStep",
     "ToolCall",
     "ToolEnvironment",
-    "Transcript",
-    "Turn",
     "converse",
     "parser_for",
 ]

@@ -6,46 +6,32 @@ Samples do not depend on the driver: each seed belongs to (sample, turn).
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-from lightning_rl.environments.conversation import Conversation, Transcript
+from lightning_rl.environments.conversation import Conversation
 from lightning_rl.generation import Completion, Engine, Request
 from lightning_rl.generation.validate_completions import Answers
+from lightning_rl.samples import Trajectory
 from lightning_rl.utils.arguments import check_counts
 
 
-class Opening(NamedTuple):
-    """Conversation that has not begun.
-
-    Attributes:
-        conversation: Conversation of one sample.
-        row: Row of the data for the environment.
-        seed: Seed for the environment.
-    """
-
-    conversation: Conversation
-    row: Mapping[str, Any]
-    seed: int
-
-
 def converse(
-    openings: Sequence[Opening],
+    conversations: Sequence[Conversation],
     engine: Engine,
     *,
     logprobs: bool = False,
     answers: Answers | None = None,
     executor: Executor | None = None,
     limit: int | None = None,
-) -> list[Transcript]:
+) -> list[Trajectory]:
     """Advance conversations until all have ended, on the schedule of the engine; see :meth:`Engine.converse`.
 
     Every rank that shares an engine has to call it, even without conversations.
 
     Args:
-        openings: Conversations.
+        conversations: Conversations that have not begun.
         engine: Engine that generates.
         logprobs: True if each token needs a log-probability.
         answers: Checks of the engine's completions; None for no checks.
@@ -53,15 +39,15 @@ def converse(
         limit: Maximum number of open conversations; None for all.
 
     Returns:
-        The transcripts, in the order of ``openings``.
+        The trajectories, in the order of ``conversations``.
 
     Raises:
         EngineError: If the engine fails or a check does. Environments are closed then.
         ValueError: If ``limit`` is not positive.
     """
-    with _Conversations(openings, answers, executor, limit) as conversations:
-        engine.converse(conversations, logprobs=logprobs)
-        return conversations.transcripts()
+    with _Conversations(conversations, answers, executor, limit) as exchange:
+        engine.converse(exchange, logprobs=logprobs)
+        return exchange.trajectories()
 
 
 class _Conversations:
@@ -69,15 +55,15 @@ class _Conversations:
 
     def __init__(
         self,
-        openings: Sequence[Opening],
+        conversations: Sequence[Conversation],
         answers: Answers | None,
         executor: Executor | None,
         limit: int | None,
     ) -> None:
         check_counts(1, optional=True, limit=limit)
-        self._openings, self._waiting = openings, deque(openings)
+        self._all, self._waiting = conversations, deque(conversations)
         self._answers, self._executor = answers, executor
-        self._limit = len(openings) if limit is None else limit
+        self._limit = len(conversations) if limit is None else limit
         self._changed = threading.Condition()
         self._ready: list[Conversation] = []  # have a request to take
         self._drawing: dict[int, tuple[Request, Conversation]] = {}  # by id() of the request
@@ -95,7 +81,7 @@ class _Conversations:
             return
         with self._changed:
             self._abandoned = True
-            idle = [opening.conversation for opening in self._openings if opening.conversation not in self._busy]
+            idle = [conversation for conversation in self._all if conversation not in self._busy]
         for conversation in idle:
             conversation.abandon()
 
@@ -134,6 +120,7 @@ class _Conversations:
             completion = self._answers.check(request, completion)
         with self._changed:
             _, conversation = self._drawing.pop(id(request))
+            conversation.pairs.append((request, completion))
             self._busy.add(conversation)
         self._run(conversation, conversation.receive, completion)
 
@@ -152,9 +139,9 @@ class _Conversations:
             with self._changed:
                 if self._abandoned or not self._has_room():
                     return
-                opening = self._waiting.popleft()
-                self._busy.add(opening.conversation)
-            self._run(opening.conversation, opening.conversation.begin, opening.row, opening.seed)
+                conversation = self._waiting.popleft()
+                self._busy.add(conversation)
+            self._run(conversation, conversation.begin)
 
     def _run(self, conversation: Conversation, move: Callable[..., None], *arguments: Any) -> None:
         if self._executor is None:
@@ -179,18 +166,12 @@ class _Conversations:
             if abandoned:
                 conversation.abandon()
 
-    def transcripts(self) -> list[Transcript]:
-        """Return the transcripts with the engine's completions as they were checked."""
-        answers = self._answers
-        if answers is not None:
-            answers.close()
-        transcripts = list[Transcript]()
-        for opening in self._openings:
-            transcript = opening.conversation.transcript
-            if transcript is None:
-                raise RuntimeError("expected a conversation that has ended, got one that waits")
-            if answers is not None:
-                pairs = tuple((request, answers.completion_of(request) or drawn) for request, drawn in transcript.pairs)
-                transcript = replace(transcript, given=pairs)
-            transcripts.append(transcript)
-        return transcripts
+    def trajectories(self) -> list[Trajectory]:
+        """Return the conversations that have ended."""
+        if self._answers is not None:
+            self._answers.close()
+        ended = [conversation.trajectory for conversation in self._all]
+        found = [trajectory for trajectory in ended if trajectory is not None]
+        if len(found) < len(ended):
+            raise RuntimeError("expected a conversation that has ended, got one that waits")
+        return found

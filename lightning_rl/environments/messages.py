@@ -6,11 +6,11 @@ from typing import Any
 
 from lightning_rl.environments.chat_template import Bridge, with_callers
 from lightning_rl.environments.environment import Action, Environment, StepResult, TokenStep
-from lightning_rl.environments.outcome import REWRITTEN
 from lightning_rl.environments.parsing import AnswerParser, truncated_parser
 from lightning_rl.environments.validation import check_messages, check_reset, check_step, copy_message, name_of
 from lightning_rl.rollout import FinishReason
 from lightning_rl.samples import Message
+from lightning_rl.samples.prompt import REWRITTEN
 from lightning_rl.utils.mutation_guard import copy_plain
 
 

@@ -1,20 +1,15 @@
 """Results of conversations besides their tokens: rewards, metrics, and reports of failed environments."""
 
-import json
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from lightning_rl.distributed import RunEndError
-from lightning_rl.samples import Message
+from lightning_rl.samples import Failure, Trajectory
 from lightning_rl.utils.arguments import check_numbers
 from lightning_rl.utils.terminal import visible, write_visible
-
-REWRITTEN = "rewritten"
-"""Key that marks the messages of a rewritten context in a conversation's record."""
 
 DEFAULT = "environment"
 """Name of a single environment."""
@@ -24,84 +19,32 @@ REWARD_COLUMNS = ("conversation", "environment_reward")
 
 FOLDER = "failed_environments"
 MAX_CAUSES = 3  # of an error
-LOGGED = ("environment", "failure", "log", "messages", "answer", "metrics", "seconds")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """Results of a conversation.
-
-    Args:
-        answer: Token ids of the last turn.
-        environment: Name of the environment; empty without one.
-        messages: Messages of the conversation, if the environment uses them.
-        reward: Sum of the environment's rewards, or None.
-        metrics: Metrics, summed over turns.
-        seconds: Seconds spent in the environment.
-        failure: Description of the failure, of the second try if there was one; None without one.
-        log: Traceback of the failure.
-        opening: Number of messages before the first answer.
-    """
-
-    answer: tuple[int, ...]
-    environment: str = ""
-    messages: tuple[Message, ...] = ()
-    reward: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
-    failure: str | None = None
-    log: str = ""
-    opening: int = 0
-
-    def completion(self, text: str) -> str | list[dict[str, Any]]:
-        """Return the messages from the first answer of the policy to its last one, whose content is ``text``.
-
-        Rewritten contexts are left out. Returns the text if the environment uses no messages.
-        """
-        after = [dict(message) for message in self.messages[self.opening :] if not message.get(REWRITTEN)]
-        answers = [place for place, message in enumerate(after) if message.get("role") == "assistant"]
-        if not answers:
-            return text
-        said = after[answers[0] : answers[-1] + 1]
-        return [*said[:-1], {**said[-1], "content": text}]
-
-    def state(self) -> dict[str, Any]:
-        """Return plain values that load under ``weights_only=True``; messages as JSON."""
-        messages = json.dumps([dict(message) for message in self.messages], default=str)
-        plain = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {**plain, "answer": list(self.answer), "messages": messages, "metrics": dict(self.metrics)}
-
-    @staticmethod
-    def from_state(state: Mapping[str, Any]) -> "Outcome":
-        """Invert :meth:`state`."""
-        answer, messages = tuple(state["answer"]), tuple(json.loads(state["messages"]))
-        return Outcome(**dict[str, Any](state, answer=answer, messages=messages))
-
-
-def reward_columns(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
-    """Return the columns that rewards receive besides those of the data."""
-    if not outcomes:
+def reward_columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    """Return the columns that rewards receive besides those of the data; none without an environment."""
+    if not any(each.environment for each in trajectories):
         return {}
-    messages = [[dict(message) for message in outcome.messages] for outcome in outcomes]
-    return dict(zip(REWARD_COLUMNS, (messages, [outcome.reward for outcome in outcomes]), strict=True))
+    messages = [[dict(message) for message in each.messages] for each in trajectories]
+    return dict(zip(REWARD_COLUMNS, (messages, [each.environment_reward for each in trajectories]), strict=True))
 
 
-def metrics_of(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
+def metrics_of(trajectories: Sequence[Trajectory]) -> dict[str, list[float]]:
     """Return the metrics of conversations by logged name, one value per conversation.
 
     A metric that is missing in a conversation counts as 0. With several environments the names are
     ``env/<environment>/<metric>``.
     """
-    names = {outcome.environment for outcome in outcomes} - {""}
+    names = {each.environment for each in trajectories} - {""}
     logged: dict[str, list[float]] = {}
     for name in sorted(names):
-        mine = [outcome for outcome in outcomes if outcome.environment == name]
+        mine = [each for each in trajectories if each.environment == name]
         prefix = "env" if names == {DEFAULT} else f"env/{name}"
-        for metric in sorted({metric for outcome in mine for metric in outcome.metrics}):
-            logged[f"{prefix}/{metric}"] = [float(outcome.metrics.get(metric, 0.0)) for outcome in mine]
-        rewards = [outcome.reward for outcome in mine if outcome.reward is not None]
+        for metric in sorted({metric for each in mine for metric in each.metrics}):
+            logged[f"{prefix}/{metric}"] = [float(each.metrics.get(metric, 0.0)) for each in mine]
+        rewards = [each.environment_reward for each in mine if each.environment_reward is not None]
         logged |= {f"{prefix}/reward": rewards} if rewards else {}
-    return {**logged, "time/environment": [outcome.seconds for outcome in outcomes]}
+    return {**logged, "time/environment": [each.seconds for each in trajectories]}
 
 
 class EnvironmentReward:
@@ -155,30 +98,47 @@ class EnvironmentSummary(NamedTuple):
     path: str = ""
 
     @classmethod
-    def of(cls, outcomes: Sequence[Outcome], path: str = "") -> Self:
+    def of(cls, trajectories: Sequence[Trajectory], path: str = "") -> Self:
         """Count the causes."""
-        causes = Counter(outcome.failure for outcome in outcomes if outcome.failure is not None)
-        return cls(len(outcomes), tuple(causes.most_common()), path)
+        causes = Counter(each.failure.cause for each in trajectories if each.failure is not None)
+        return cls(len(trajectories), tuple(causes.most_common()), path)
 
 
-def report_environments(outcomes: Sequence[Outcome], path: Path | None) -> str:
+def report_environments(trajectories: Sequence[Trajectory], path: Path | None, number: int | None = None) -> str:
     """Warn once of the failed conversations of a rollout on this rank, and write them with logs to a JSON Lines file.
+
+    Args:
+        trajectories: Conversations; others are left out.
+        path: File; None to write none.
+        number: Number of conversations; all of ``trajectories`` by default.
 
     Returns:
         The path of the file; empty if none was written.
     """
-    failed = [outcome for outcome in outcomes if outcome.failure is not None]
+    failed = [(each, each.failure) for each in trajectories if each.failure is not None]
     if not failed:
         return ""
-    records = [{key: getattr(outcome, key) for key in LOGGED} for outcome in failed]
+    records = [_record(*pair) for pair in failed]
     written = str(path) if path is not None and write_visible(path, records) else ""
-    where = f"; all are in {written}" if written else f"\n{failed[0].log}"
+    where = f"; all are in {written}" if written else f"\n{failed[0][1].traceback}"
     text = (
-        f"{len(failed)} of {len(outcomes)} conversations failed with their environment, so they neither train nor are "
-        f"rewarded. First, {failed[0].failure}{where}"
+        f"{len(failed)} of {number or len(trajectories)} conversations failed with their environment, so they neither "
+        f"train nor are rewarded. First, {failed[0][1].cause}{where}"
     )
     warnings.warn(visible(text).rstrip(), stacklevel=2)
     return written
+
+
+def _record(trajectory: Trajectory, failure: Failure) -> dict[str, Any]:
+    return {
+        "environment": trajectory.environment,
+        "failure": failure.cause,
+        "log": failure.traceback,
+        "messages": trajectory.messages,
+        "answer": trajectory.answer,
+        "metrics": trajectory.metrics,
+        "seconds": trajectory.seconds,
+    }
 
 
 def check_environments(summaries: Sequence[EnvironmentSummary], number: int, max_share: float | None) -> None:

@@ -13,7 +13,6 @@ from lightning_rl.data import Prompt
 from lightning_rl.data.row_schema import CONTINUES, TOOLS, is_token_ids
 from lightning_rl.environments.chat_template import KINDS, Bridge, BridgeError
 from lightning_rl.environments.conversation import Conversation, ConversationLimits, close_quietly
-from lightning_rl.environments.driver import Opening
 from lightning_rl.environments.environment import Environment, TokenEnvironment
 from lightning_rl.environments.generators import refuse_draws
 from lightning_rl.environments.messages import MessageEnvironment
@@ -22,8 +21,7 @@ from lightning_rl.environments.parsing import QUESTION, AnswerParser, ParserSour
 from lightning_rl.environments.tools import ObjectEnvironment, Tool, ToolEnvironment, begins_itself, schemas_of
 from lightning_rl.environments.validation import environment_of
 from lightning_rl.environments.workers import RemoteEnvironment, WorkerPool
-from lightning_rl.generation import Request
-from lightning_rl.samples import Message
+from lightning_rl.samples import Message, Trajectory
 from lightning_rl.samples.seeds import environment_seed
 from lightning_rl.utils.mutation_guard import copy_plain
 from lightning_rl.utils.naming import name_of
@@ -154,12 +152,11 @@ class Environments:
             self._parsers[key] = parser_for(self.tokenizer, self.tool_parser, options)
         return self._parsers[key]
 
-    def open(self, prompt: Prompt, request: Request) -> Opening:
-        """Return a conversation for a request."""
-        row, name = {**prompt.columns, "prompt": prompt.content}, self.name_for(prompt)
+    def open(self, wanted: Trajectory) -> Conversation:
+        """Return the conversation of a sample without segments."""
+        name, seed = self.name_for(wanted.prompt), environment_seed(self.seed, wanted.prompt.index)
         make = self._maker(name)
-        conversation = Conversation(None, request, self.limits, name, lambda: self.in_tokens(make(), prompt))
-        return Opening(conversation, row, environment_seed(self.seed, prompt.index))
+        return Conversation(None, wanted, self.limits, name, lambda: self.in_tokens(make(), wanted.prompt), seed=seed)
 
     def _maker(self, name: str) -> Factory:
         """Return the function that creates the environment of a conversation, for each try."""

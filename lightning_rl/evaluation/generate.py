@@ -49,9 +49,9 @@ def generate(
     single, size = is_single(prompts), samples or 1
     rows = encode_prompts([prompts] if single else prompts, sampler.tokenizer, model, sampling.max_new_tokens)
     sampling = with_eos(sampling, model, sampler.tokenizer)
-    requests = sampler.requests(rows, 0, group_size=size, sampling=sampling, baseline=False)
-    outcomes = [transcript.outcome for transcript in sampler.converse(requests.by_prompt)]
-    report_environments(outcomes, None)
-    texts = sampler.collectives.share(sampler.texts([outcome.answer for outcome in outcomes]))
+    sampler = replace(sampler, greedy_baseline=False)
+    trajectories = sampler.converse(sampler.open(rows, 0, group_size=size, sampling=sampling)).trajectories
+    report_environments(trajectories, None)
+    texts = sampler.collectives.share(sampler.texts([each.answer for each in trajectories]))
     answers = texts if samples is None else [texts[at : at + size] for at in range(0, len(texts), size)]
     return answers[0] if single else answers

@@ -13,7 +13,7 @@ from lightning_rl.generation import Request, SamplingParams
 from lightning_rl.policy.build import eos_ids_of
 from lightning_rl.rewards import Rewards
 from lightning_rl.rewards.correctness import check_correct_by
-from lightning_rl.rollouts.sample import SampleRequests
+from lightning_rl.samples import Trajectory
 from lightning_rl.samples.seeds import EVALUATION, evaluation_seed, sample_id
 
 
@@ -45,19 +45,21 @@ class Questions:
         """Names of the columns of all prompts."""
         return tuple(sorted({name for prompt in self.prompts for name in prompt.columns}))
 
-    def requests(self, prompts: Sequence[Prompt], seed: int, number: int) -> SampleRequests:
-        """Return the requests for prompts of this rank; the evaluation's ``number`` makes their sample ids unique."""
-        requests = [
-            Request(
-                prefix_ids=prompt.token_ids,
-                sample_id=sample_id(prompt.index, place, self.samples, first=number * EVALUATION),
-                seed=evaluation_seed(seed, self.name, prompt.index, place),
-                sampling=self.sampling,
+    def open(self, prompts: Sequence[Prompt], seed: int, number: int) -> list[Trajectory]:
+        """Return the samples of prompts of this rank, without segments; ``number`` makes their sample ids unique."""
+        return [
+            Trajectory(
+                prompt=prompt,
+                request=Request(
+                    prefix_ids=prompt.token_ids,
+                    sample_id=sample_id(prompt.index, place, self.samples, first=number * EVALUATION),
+                    seed=evaluation_seed(seed, self.name, prompt.index, place),
+                    sampling=self.sampling,
+                ),
             )
             for prompt in prompts
             for place in range(self.samples)
         ]
-        return SampleRequests(prompts=prompts, requests=requests)
 
 
 def questions_of(

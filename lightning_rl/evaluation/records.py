@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.data import Prompt
-from lightning_rl.rollout import FinishReason, Rollout
+from lightning_rl.rollout import FinishReason
 from lightning_rl.utils.atomic_write import write_atomically
 from lightning_rl.utils.terminal import dump_visible
 
@@ -14,10 +14,14 @@ Record = dict[str, Any]
 
 
 def records_of(
-    prompts: Sequence[Prompt], rows: Rollout, texts: Sequence[str], further: Mapping[str, Sequence[Any]]
+    prompts: Sequence[Prompt],
+    lengths: Sequence[int],
+    finishes: Sequence[int],
+    texts: Sequence[str],
+    further: Mapping[str, Sequence[Any]],
 ) -> list[Record]:
-    """Return a record for each prompt; rows are ordered by prompt, and ``further`` has entries of each completion."""
-    size, lengths, finishes = len(rows) // max(len(prompts), 1), rows.sampled_lengths.tolist(), rows.finish.tolist()
+    """Return a record for each prompt; samples are ordered by prompt, and ``further`` has entries of each."""
+    size = len(texts) // max(len(prompts), 1)
     completions = [
         {
             "text": text,

@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,19 +14,20 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lightning_rl.data import Prompt
-from lightning_rl.distributed import Collectives
-from lightning_rl.environments.outcome import FOLDER, Outcome, report_environments
+from lightning_rl.distributed import Collectives, failing_together
+from lightning_rl.environments.outcome import FOLDER, report_environments
 from lightning_rl.evaluation.answer_extraction import ExtractedAnswers, read_answers, report_answers
 from lightning_rl.evaluation.estimators import majority
 from lightning_rl.evaluation.loader import EvaluationBatch
 from lightning_rl.evaluation.questions import Questions
 from lightning_rl.evaluation.records import Record, number_or_none, records_of, write_records
 from lightning_rl.evaluation.tally import COLUMNS, Tally
+from lightning_rl.generation import EngineError
 from lightning_rl.rewards.correctness import deciding_scores
 from lightning_rl.rewards.reward_failures import report_failures
-from lightning_rl.rollout import FinishReason, Rollout
-from lightning_rl.rollouts.sample import Sampler
-from lightning_rl.samples import RewardCall
+from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.sample import Sampled, Sampler
+from lightning_rl.samples import RewardCall, Trajectory
 
 BOUND = re.compile(r"@\d+_(low|high)$")  # bounds of intervals, NaN where their metric is
 NOT_SHOWN = frozenset({"reward/missing", "length/truncated"})  # metrics not logged for validation prompts
@@ -62,26 +64,29 @@ class EvaluationRun:
         self.records: list[list[Record]] = [[] for _ in questions]
         self.failing: list[list[RewardCall]] = [[] for _ in questions]
         self.unread: list[list[ExtractedAnswers]] = [[] for _ in questions]
-        self.outcomes: list[list[Outcome]] = [[] for _ in questions]
-        self.broken = [0 for _ in questions]
+        self.broken: list[list[Trajectory]] = [[] for _ in questions]  # failed with their environment
+        self.answered = [0 for _ in questions]
         self.calls: list[Sequence[RewardCall]] = [() for _ in questions]
         self.extremes = [(math.inf, -math.inf) for _ in questions]
 
     def answer(self, batch: EvaluationBatch, sampler: Sampler) -> None:
         """Generate this rank's share of a batch in one call of the engine, score it, and update the tallies."""
         shares = [part[self.rank :: self.collectives.ranks] for part in batch.parts]
-        requests = [
-            questions.requests(prompts if self.collectives.generates else [], self.seed, number)
+        wanted = [
+            questions.open(prompts if self.collectives.generates else [], self.seed, number)
             for number, (questions, prompts) in enumerate(zip(self.questions, shares, strict=True))
         ]
-        samples = sampler.generate_parts(requests)
+        with failing_together("generation", EngineError):
+            made = iter(sampler.converse(list(chain.from_iterable(wanted))).trajectories)
         for number, (questions, prompts) in enumerate(zip(self.questions, shares, strict=True)):
-            rollout, calls, failed = replace(sampler, rewards=questions.rewards).score(samples[number])
-            self.outcomes[number] += samples[number].outcomes
-            self.broken[number] += int((rollout.finish == FinishReason.FAILED).sum())
+            samples = list(islice(made, len(wanted[number])))
+            judge = replace(sampler, rewards=questions.rewards, greedy_baseline=False)
+            rollout, calls, failed = judge.score(Sampled(samples))
+            self.broken[number] += [each for each in samples if each.failure is not None]
+            self.answered[number] += len(samples)
             self.calls[number] = calls
             self.failing[number] += [call for call in calls if call.failures]
-            texts = sampler.collectives.share(sampler.texts(sampler.answers(samples[number])))
+            texts = sampler.collectives.share(sampler.texts([each.answer for each in samples]))
             self._count(number, prompts, rollout, self.collectives.share(failed), texts)
 
     def _count(
@@ -105,7 +110,8 @@ class EvaluationRun:
         if self.keeps(questions):
             further = {**_reward_entries(rollout), "solved": solved.tolist()}
             further |= {} if extract is None else {"answer": answers.values}
-            self.records[number] += records_of(prompts, rollout, texts, further)
+            lengths, finishes = rollout.sampled_lengths.tolist(), rollout.finish.tolist()
+            self.records[number] += records_of(prompts, lengths, finishes, texts, further)
 
     def keeps(self, questions: Questions) -> bool:
         """Return True if the samples of an evaluation are saved."""
@@ -127,7 +133,8 @@ class EvaluationRun:
 
     def _failures(self) -> dict[str, float]:
         """Return the number of failed conversations of each evaluation, over all ranks. A collective."""
-        counts = [sum(rank) for rank in zip(*self.collectives.objects(self.broken), strict=True)]
+        broken = [len(each) for each in self.broken]
+        counts = [sum(rank) for rank in zip(*self.collectives.objects(broken), strict=True)]
         heads = [self.stage if q.evaluation is None else f"{self.stage}/{q.name}" for q in self.questions]
         return {f"{head}/env/failed": float(count) for head, count in zip(heads, counts, strict=True)}
 
@@ -161,11 +168,12 @@ class EvaluationRun:
 
         Samples with failed rewards or environments are written to ``<name>-<file>-rank-<r>.jsonl`` in the folder.
         """
-        each = zip(self.questions, self.failing, self.unread, self.outcomes, strict=True)
-        for questions, calls, unread, outcomes in each:
+        each = zip(self.questions, self.failing, self.unread, self.broken, self.answered, strict=True)
+        for questions, calls, unread, broken, answered in each:
             path = None if folder is None else folder / f"{questions.name}-{file}-rank-{self.rank}.jsonl"
             report_failures(calls, path)
-            report_environments(outcomes, None if path is None else path.parent.with_name(FOLDER) / path.name)
+            failed_path = None if path is None else path.parent.with_name(FOLDER) / path.name
+            report_environments(broken, failed_path, answered)
             number = sum(answers.read.count(False) for answers in unread)
             report_answers(questions.name, number, unread[0].cause if unread else "")
 
@@ -235,7 +243,9 @@ def predict(questions: Questions, batch: EvaluationBatch, sampler: Sampler, *, r
     """Return a record with completions for each prompt of a batch, in the same order on every rank. A collective."""
     collectives = sampler.collectives
     prompts = batch.parts[0][rank :: collectives.ranks]
-    (samples,) = sampler.generate_parts([questions.requests(prompts if collectives.generates else [], seed, 0)])
-    rows, texts = collectives.share((samples.rows, sampler.texts(sampler.answers(samples))))
-    mine = records_of(prompts, rows, texts, {})
+    with failing_together("generation", EngineError):
+        samples = sampler.converse(questions.open(prompts if collectives.generates else [], seed, 0)).trajectories
+    texts = sampler.texts([each.answer for each in samples])
+    lengths, finishes = [each.sampled_length for each in samples], [each.finish for each in samples]
+    mine = records_of(prompts, *collectives.share((lengths, finishes, texts)), {})
     return sorted((record for part in collectives.objects(mine) for record in part), key=lambda record: record["index"])

@@ -52,7 +52,7 @@ class Answers:
         self._extras = [("token_extras", name) for name in sorted(engine.extras)]
         self._extras += [("prompt_extras", name) for name in sorted(engine.extras & {ROUTES})]
         self._oldest: dict[int, int] = {}  # version of the engine at each open request, by id() of the request
-        self._checked: dict[int, tuple[Request, Completion]] = {}  # the request is kept so that its id stays unique
+        self._finishes: list[FinishReason] = []  # of the checked completions
         self._bad: list[tuple[int, int, str]] = []  # sample, turn, fault
 
     def ask(self, requests: Sequence[Request]) -> None:
@@ -85,12 +85,8 @@ class Answers:
             self._bad.append((request.sample_id, request.turn, f"got {fault} for {self.where(request)}"))
             scores = None if given.logprobs is None else torch.zeros_like(given.logprobs)
             given = replace(given, finish=FinishReason.ABORT, logprobs=scores)
-        self._checked[id(request)] = request, given
+        self._finishes.append(given.finish)
         return given
-
-    def completion_of(self, request: Request) -> Completion | None:
-        """Return the checked completion of a request, or None if there is none yet."""
-        return self._checked.get(id(request), (request, None))[1]
 
     def close(self) -> None:
         """Warn of faulty samples, and if the engine aborted every sample, which leaves nothing to train on.
@@ -98,7 +94,7 @@ class Answers:
         Raises:
             EngineError: If the faulty samples are more than one and more than :data:`MAX_REFUSED` of all.
         """
-        bad, given = len(self._bad), len(self._checked)
+        bad, given = len(self._bad), len(self._finishes)
         first = min(self._bad)[-1] if bad else ""
         if bad > max(1, MAX_REFUSED * given):
             raise EngineError(
@@ -109,7 +105,7 @@ class Answers:
             warnings.warn(
                 f"{bad} of {given} samples from {self._name} are aborted and do not train: {first}", stacklevel=4
             )
-        elif given and all(completion.finish is FinishReason.ABORT for _, completion in self._checked.values()):
+        elif given and all(finish is FinishReason.ABORT for finish in self._finishes):
             warnings.warn(
                 f"{self._name} aborted every requested sample (FinishReason.ABORT), so nothing trains: look at its "
                 "log, and check that prompts fit its context length",

@@ -1,23 +1,24 @@
-"""One prompt and one response of a rollout as texts with their control tokens, as the policy reads and writes them."""
+"""Prompt and response of a sample as texts with their control tokens, as the policy reads and writes them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.rollout import Rollout
+from lightning_rl.samples import Trajectory
 from lightning_rl.utils.terminal import visible
 
 MAX_CHARACTERS = 600
 
 
-def first_sample(rollout: Rollout, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[tuple[str, str]]:
-    """Yield ``prompt`` and ``response`` of the first row, decoded with control tokens; nothing without a tokenizer."""
-    if tokenizer is None or not len(rollout):
+def first_sample(samples: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase | None) -> Iterator[tuple[str, str]]:
+    """Yield ``prompt`` and ``response`` of the first sample with control tokens; nothing without a tokenizer."""
+    if tokenizer is None or not samples:
         return
-    lengths = {"prompt": int(rollout.prompt_lengths[0]), "response": int(rollout.response_lengths[0])}
-    for name, ids in (("prompt", rollout.prompt_ids[0]), ("response", rollout.response_ids[0])):
-        text = visible(str(tokenizer.decode(ids[: lengths[name]].tolist(), skip_special_tokens=False)))
-        yield name, f"{lengths[name]} tokens: {shorten(text)!r}"
+    response = chain.from_iterable(segment.token_ids for segment in samples[0].segments)
+    for name, ids in (("prompt", list(samples[0].request.prefix_ids)), ("response", list(response))):
+        text = visible(str(tokenizer.decode(ids, skip_special_tokens=False)))
+        yield name, f"{len(ids)} tokens: {shorten(text)!r}"
 
 
 def shorten(text: str, limit: int = MAX_CHARACTERS) -> str:

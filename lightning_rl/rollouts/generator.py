@@ -13,7 +13,7 @@ from lightning_rl.data import Prompt, PromptDataModule
 from lightning_rl.distributed import Parallel
 from lightning_rl.generation import Engine
 from lightning_rl.rollouts.prefetch import Prefetcher
-from lightning_rl.rollouts.sample import Sampler, Samples, ScoredGroups, check_staleness, distribute_prompts
+from lightning_rl.rollouts.sample import Collected, Sampled, Sampler, check_staleness, distribute_prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,21 +64,21 @@ class RolloutGenerator:
             in_flight=_in_flight(module.options.engine, number) if ahead else {},
         )
 
-    def sync(self) -> Samples | Sequence[Prompt] | None:
+    def sync(self) -> Sampled | Sequence[Prompt] | None:
         """Send the weights to the engine; return samples or prompts of this rollout requested ahead, or None."""
         with self.phase("sync"):
             self.send(self.number)
         return None
 
-    def generate(self, ahead: Samples | Sequence[Prompt] | None) -> Samples:
+    def generate(self, ahead: Sampled | Sequence[Prompt] | None) -> Sampled:
         """Return the samples of the first round; generate them unless ``ahead`` has them."""
         with self.phase("generate"):
-            if isinstance(ahead, Samples):
+            if isinstance(ahead, Sampled):
                 return ahead
-            requests = self.sampler.requests(ahead or self.next_prompts(), self.number)
-            return self.sampler.generate_together(requests)
+            wanted = self.sampler.open(ahead or self.next_prompts(), self.number)
+            return self.sampler.generate_together(wanted, logprobs=self.sampler.reads_logprobs(self.number))
 
-    def reward(self, samples: Samples) -> ScoredGroups:
+    def reward(self, samples: Sampled) -> Collected:
         """Score the first round, and sample further ones until enough groups are kept."""
         take, rank, number = self.data.take, self.parallel.rank, self.number
         with self.phase("reward"):
@@ -106,7 +106,7 @@ class GeneratorAhead(RolloutGenerator):  # pyrefly: ignore[bad-class-definition]
     __slots__ = ()
 
     @override
-    def sync(self) -> Samples | Sequence[Prompt] | None:
+    def sync(self) -> Sampled | Sequence[Prompt] | None:
         ahead = None if self.concurrent else self._take()
         super().sync()
         if not self.concurrent:
@@ -115,14 +115,14 @@ class GeneratorAhead(RolloutGenerator):  # pyrefly: ignore[bad-class-definition]
         return self._take()
 
     @override
-    def generate(self, ahead: Samples | Sequence[Prompt] | None) -> Samples:
+    def generate(self, ahead: Sampled | Sequence[Prompt] | None) -> Sampled:
         samples = super().generate(ahead)
         if self.sampler.max_rounds == 1:  # the engine has no more requests for this rollout
             self._submit()
         return samples
 
     @override
-    def reward(self, samples: Samples) -> ScoredGroups:
+    def reward(self, samples: Sampled) -> Collected:
         groups = super().reward(samples)
         self._submit()
         return groups
@@ -132,7 +132,7 @@ class GeneratorAhead(RolloutGenerator):  # pyrefly: ignore[bad-class-definition]
         """True if rollouts are generated concurrently and generation continues during weight syncs."""
         return generates_concurrently(self.sampler.engine, self.max_staleness)
 
-    def _take(self) -> Samples | Sequence[Prompt] | None:
+    def _take(self) -> Sampled | Sequence[Prompt] | None:
         """Return the samples or waiting prompts of this rollout if it was submitted; None otherwise."""
         with self.phase("wait"):
             if self.sampler.corrections.contributors("keep_groups") and not self.concurrent:

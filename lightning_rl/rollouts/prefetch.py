@@ -17,7 +17,8 @@ from lightning.pytorch import Trainer
 from lightning_rl.data import Prompt
 from lightning_rl.distributed import failing_together, process_objects
 from lightning_rl.generation import EngineError
-from lightning_rl.rollouts.sample import Sampler, Samples
+from lightning_rl.rollouts.sample import Sampled, Sampler
+from lightning_rl.version import __version__
 
 PATIENCE = 3600.0  # timeout in seconds for one rollout
 HURRY = 12.0  # timeout in seconds for all rollouts together when a signal ends the run
@@ -33,7 +34,7 @@ class Pending:
     """
 
     prompts: Sequence[Prompt]
-    samples: Future[Samples] | None
+    samples: Future[Sampled] | None
 
 
 class Prefetcher:
@@ -54,20 +55,21 @@ class Prefetcher:
         """Generate the first round of a rollout in a thread, ``at_once`` rollouts at a time, in order of submission."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="prefetch")
-        requests = sampler.requests(prompts, number)
+        wanted, logprobs = sampler.open(prompts, number), sampler.reads_logprobs(number)
         context = thread_context(sampler.forward_context, device)
         if device.type == "cuda" and sampler.engine.capabilities.shares_policy:
             self._stream = self._stream or torch.cuda.Stream(device)
             context = stream_context(context, self._stream, torch.cuda.current_stream(device).record_event())
         elsewhere = replace(sampler, forward_context=context)
-        self._pending[number] = Pending(prompts=prompts, samples=self._threads.submit(elsewhere.generate, requests))
+        samples = self._threads.submit(elsewhere.generate, wanted, logprobs=logprobs)
+        self._pending[number] = Pending(prompts=prompts, samples=samples)
 
     def waiting_prompts(self, number: int) -> Sequence[Prompt] | None:
         """Return the prompts of a rollout that is queued but not being generated, else None."""
         pending = self._pending.get(number)
         return None if pending is None or pending.samples is not None else pending.prompts
 
-    def take(self, number: int) -> Samples | Sequence[Prompt] | None:
+    def take(self, number: int) -> Sampled | Sequence[Prompt] | None:
         """Wait for a rollout; every rank has to call this.
 
         Returns:
@@ -155,15 +157,30 @@ def state_of_pending(pending: Mapping[int, Pending]) -> list[dict[str, Any]]:
 
 
 def pending_from_state(
-    states: Iterable[Mapping[str, Any]], at: Callable[[Iterable[int]], list[Prompt]]
+    states: Iterable[Mapping[str, Any]], at: Callable[[Iterable[int]], list[Prompt]], version: str = __version__
 ) -> dict[int, Pending]:
-    """Restore rollouts from :func:`state_of_pending`; ``at`` returns the prompts at indices of the stream."""
+    """Restore rollouts from :func:`state_of_pending`.
+
+    Args:
+        states: States of the rollouts.
+        at: Returns the prompts at indices of the stream.
+        version: Version of the library that saved them.
+
+    Raises:
+        ValueError: If it stored samples in another form.
+    """
     pending = {}
     for state in states:
         prompts, samples = at(state["places"]), None
         if state["samples"] is not None:
-            samples = Future[Samples]()
-            samples.set_result(Samples.from_state(state["samples"], prompts))
+            if "trajectories" not in state["samples"]:
+                raise ValueError(
+                    f"expected trajectories of rollout {state['rollout']}, which was generated ahead of training, got "
+                    f"samples in the form of lightning-rl {version}: end the run with that version, or start a "
+                    "new run from its weights"
+                )
+            samples = Future[Sampled]()
+            samples.set_result(Sampled.from_state(state["samples"], prompts))
         pending[state["rollout"]] = Pending(prompts=prompts, samples=samples)
     return pending
 

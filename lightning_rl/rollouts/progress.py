@@ -184,7 +184,7 @@ class Progress:
         current, failure, budget = state["current"], state["failure"], state["budget"]
         return Progress(
             current=None if current is None else CurrentRollout.from_state(current, device, packed=packed),
-            prefetched=pending_from_state(state["prefetched"], at),
+            prefetched=pending_from_state(state["prefetched"], at, state["version"]),
             skipped=state["skipped"],
             nonfinite_in_a_row=state["nonfinite_in_a_row"],
             budget=None if budget is None else tuple(budget),

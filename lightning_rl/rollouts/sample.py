@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +17,10 @@ from transformers import PreTrainedTokenizerBase, TrainerState
 from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.data import Prompt
 from lightning_rl.distributed import ALONE, Collectives, failing_together
-from lightning_rl.environments import Transcript, converse
+from lightning_rl.environments import converse
 from lightning_rl.environments.outcome import (
     FOLDER,
     EnvironmentSummary,
-    Outcome,
     check_environments,
     metrics_of,
     report_environments,
@@ -37,75 +36,43 @@ from lightning_rl.rewards.correctness import deciding_scores
 from lightning_rl.rewards.reward_failures import RewardSummary, check_failures, report_failures, was_cut_short
 from lightning_rl.rewards.subprocess_reward import Submitted
 from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, FinishReason, Rollout, concatenate
+from lightning_rl.samples import PROMPT, Trajectory
 from lightning_rl.samples.seeds import GREEDY, request_seed, sample_id
+from lightning_rl.samples.trajectory_state import state_of_trajectories, trajectories_of_state
 from lightning_rl.signal.masked import group_index
 from lightning_rl.utils.decoding import decode_completions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleRequests:
-    """Requests of one call to an engine.
+class Sampled(NamedTuple):
+    """Samples of one call to an engine.
 
-    Args:
-        prompts: Prompts of this rank.
-        requests: Requests for the samples that train, equally many for each prompt, in the order of the prompts.
-        greedy: Requests for a greedy completion of each prompt, as a baseline; None for no baseline.
-        logprobs: True to ask the engine for log-probabilities.
+    Attributes:
+        trajectories: Samples in the order of the prompts, equally many for each; those of the baseline last.
+        logprobs: True if they have the engine's log-probabilities.
+        pairs: Requests as the engine got them with their completions; empty after a load from a checkpoint.
+        started: Reward calls on the samples that are running.
     """
 
-    prompts: Sequence[Prompt]
-    requests: Sequence[Request]
-    greedy: Sequence[Request] | None = None
+    trajectories: Sequence[Trajectory]
     logprobs: bool = False
-
-    @property
-    def by_prompt(self) -> list[tuple[Prompt, Request]]:
-        """Pairs of prompt and request, those of greedy completions last."""
-        pairs = list(zip(_repeat(self.prompts, len(self.requests)), self.requests, strict=True))
-        return [*pairs, *zip(self.prompts, self.greedy or (), strict=False)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Samples:
-    """Results of :class:`SampleRequests`: rows without rewards, which a checkpoint can hold.
-
-    Args:
-        prompts: Prompts of this rank.
-        rows: Rows in the order of the prompts, equally many for each.
-        greedy: Greedy row of each prompt, or None.
-        pairs: Requests with their completions, turn by turn; empty after a load from a checkpoint.
-        started: Reward calls on ``rows`` that are running.
-        outcomes: Outcomes of the environments for ``rows``, then for ``greedy``.
-    """
-
-    prompts: Sequence[Prompt]
-    rows: Rollout
-    greedy: Rollout | None = None
-    pairs: Sequence[tuple[Request, Completion]] = field(default=(), compare=False)
-    started: Mapping[str, Submitted] = field(default_factory=dict, compare=False)
-    outcomes: Sequence[Outcome] = ()
+    pairs: Sequence[tuple[Request, Completion]] = ()
+    started: Mapping[str, Submitted] = MappingProxyType({})
 
     def state(self) -> dict[str, Any]:
         """Return plain values and tensors that load under ``weights_only=True``, without the prompts."""
-        return {
-            "samples": self.rows.state(),
-            "greedy": None if self.greedy is None else self.greedy.state(),
-            "outcomes": [outcome.state() for outcome in self.outcomes],
-        }
+        return {"logprobs": self.logprobs, "trajectories": state_of_trajectories(self.trajectories)}
 
     @staticmethod
-    def from_state(state: Mapping[str, Any], prompts: Sequence[Prompt]) -> "Samples":
+    def from_state(state: Mapping[str, Any], prompts: Sequence[Prompt]) -> "Sampled":
         """Restore the samples of ``prompts`` from :meth:`state`."""
-        greedy: Mapping[str, Tensor] | None = state["greedy"]
-        return Samples(
-            prompts=prompts,
-            rows=Rollout.from_state(state["samples"]),
-            greedy=None if greedy is None else Rollout.from_state(greedy),
-            outcomes=tuple(map(Outcome.from_state, state["outcomes"])),
-        )
+        return Sampled(trajectories_of_state(state["trajectories"], prompts), state["logprobs"])
+
+    def select(self, *, baseline: bool) -> list[Trajectory]:
+        """Return the samples of the baseline, or those that train."""
+        return [each for each in self.trajectories if each.baseline is baseline]
 
 
-class ScoredGroups(NamedTuple):
+class Collected(NamedTuple):
     """Whole groups with their rewards.
 
     Attributes:
@@ -193,8 +160,8 @@ class Sampler:
         return max((callback.max_rounds for callback in self.corrections.contributors("keep_groups")), default=1)
 
     def fill_groups(
-        self, take: Callable[[int], list[Prompt]], groups: int, number: int, *, rank: int = 0, first: Samples
-    ) -> ScoredGroups:
+        self, take: Callable[[int], list[Prompt]], groups: int, number: int, *, rank: int = 0, first: Sampled
+    ) -> Collected:
         """Return ``groups`` scored groups for this rank.
 
         Collectives run between the rounds, never within one.
@@ -213,23 +180,24 @@ class Sampler:
         parts: list[Rollout] = []
         calls: list[RewardCall] = []
         failed: list[Tensor] = []
-        outcomes: list[Outcome] = []
-        samples, missing, filtered, aborted, solved, unsolved = first, groups, 0, 0, 0, 0
+        conversations: list[Trajectory] = []
+        sampled, missing, filtered, aborted, solved, unsolved = first, groups, 0, 0, 0, 0
         for round_number in range(self.max_rounds):
             wanted = self.collectives.objects(missing)
             if not sum(wanted):
                 break
             if round_number:
                 prompts = distribute_prompts(take(sum(wanted)), wanted)[rank]
-                logprobs = first.rows.rollout_logprobs is not None  # all rounds have equal fields, also after a resume
-                samples = self.generate_together(replace(self.requests(prompts, number), logprobs=logprobs))
+                # all rounds have equal fields, also after a resume
+                sampled = self.generate_together(self.open(prompts, number), logprobs=first.logprobs)
             with self._failing_together("rewards and masks of them"):
-                part, new, failing = self.score(samples)
-                self.corrections.observe_generated(samples.pairs)
+                part, new, failing = self.score(sampled)
+                self.corrections.observe_generated(sampled.pairs)
                 self.corrections.observe_rewards(part, new)
                 part = part.replace(rewarded=part.rewarded & self.corrections.reward_mask(part))
                 keep = self.corrections.keep_groups(part)
-            calls, failed, outcomes = [*calls, *new], [*failed, failing], [*outcomes, *samples.outcomes]
+            calls, failed = [*calls, *new], [*failed, failing]
+            conversations += sampled.trajectories if self.environments else ()
             aborted += int((part.finish == FinishReason.ABORT).sum())
             solved, unsolved = (sum(pair) for pair in zip((solved, unsolved), solve_counts(part), strict=True))
             parts.append(part.select(keep))
@@ -237,7 +205,7 @@ class Sampler:
             filtered += len(part) // self.group_size - kept
             missing -= kept
         logged = self._close_rewards(calls, torch.cat(failed), number, rank)
-        logged |= self._close_environments(outcomes, number, rank)
+        logged |= self._close_environments(conversations, number, rank)
         if missing:
             warnings.warn(f"{missing} groups are missing after {self.max_rounds} rounds of refilling", stacklevel=2)
         counts = {"groups/sampled": filtered + groups - missing, "groups/filtered": filtered}
@@ -245,7 +213,7 @@ class Sampler:
         counts |= {"engine/aborted": aborted, **self._count_failures(calls, torch.cat(failed))}
         stats = {name: stat.sum() for name, stat in Stat.numbers(counts).items()}
         weighted = [call for call in calls if self.rewards.weights[call.name]]
-        return ScoredGroups(concatenate(parts), stats, logged, describe_constant_calls(weighted))
+        return Collected(concatenate(parts), stats, logged, describe_constant_calls(weighted))
 
     def _failing_together(self, what: str) -> AbstractContextManager[object]:
         """Return a context in which all ranks fail if one does; no-op where ranks shard layers."""
@@ -279,15 +247,15 @@ class Sampler:
         check_failures(summaries, number, self.rewards.max_failure_rate)
         return self._stats_of(logged, {name for summary in summaries for name in summary.metrics})
 
-    def _close_environments(self, outcomes: Sequence[Outcome], number: int, rank: int) -> dict[str, Stat]:
+    def _close_environments(self, conversations: Sequence[Trajectory], number: int, rank: int) -> dict[str, Stat]:
         """Report failed conversations, end the run if there are too many, and return the metrics of all."""
         if self.environments is None:
             return {}
-        logged = self.collectives.share(metrics_of(outcomes))
+        logged = self.collectives.share(metrics_of(conversations))
         name = f"rollout-{number}-rank-{rank}.jsonl"
         path = None if self.failed_folder is None else self.failed_folder.with_name(FOLDER) / name
-        written = report_environments(outcomes, path)
-        summary = self.collectives.share(EnvironmentSummary.of(outcomes, written))
+        written = report_environments(conversations, path)
+        summary = self.collectives.share(EnvironmentSummary.of(conversations, written))
         summaries = self.collectives.objects((summary, tuple(logged)))
         check_environments([summary for summary, _ in summaries], number, self.environments.max_failure_rate)
         return self._stats_of(logged, {name for _, names in summaries for name in names})
@@ -301,31 +269,29 @@ class Sampler:
         self, prompts: Sequence[Prompt], *, group_size: int | None = None, sampling: SamplingParams | None = None
     ) -> Rollout:
         """Generate and score samples that do not train, by default one per prompt, with the run's seed."""
-        requests = self.requests(prompts, 0, group_size=group_size or 1, sampling=sampling, baseline=False)
-        samples = self.generate_together(requests)
-        rollout, calls, _ = self.score(samples)
+        sampler = replace(self, greedy_baseline=False)
+        wanted = sampler.open(prompts, 0, group_size=group_size or 1, sampling=sampling)
+        sampled = sampler.generate_together(wanted, logprobs=self.reads_logprobs(0))
+        rollout, calls, _ = sampler.score(sampled)
         report_failures(calls, None)
-        report_environments(samples.outcomes, None)
+        report_environments(sampled.trajectories, None)
         return rollout
 
-    def requests(
+    def open(
         self,
         prompts: Sequence[Prompt],
         number: int,
         *,
         group_size: int | None = None,
         sampling: SamplingParams | None = None,
-        baseline: bool | None = None,
-    ) -> SampleRequests:
-        """Return the requests for ``group_size`` samples of each prompt in rollout ``number``."""
+    ) -> list[Trajectory]:
+        """Return ``group_size`` samples of each prompt in rollout ``number``, without segments, and their baseline."""
         prompts, size = prompts if self.collectives.generates else [], group_size or self.group_size
-        requests = self._requests(prompts, number, size, sampling or self.sampling)
-        logprobs = self.reads_logprobs(number)
-        if not (self.greedy_baseline if baseline is None else baseline):
-            return SampleRequests(prompts=prompts, requests=requests, logprobs=logprobs)
-        greedy = replace(self.sampling, temperature=0.0)
-        baselines = self._requests(prompts, number, 1, greedy, first=GREEDY)
-        return SampleRequests(prompts=prompts, requests=requests, greedy=baselines, logprobs=logprobs)
+        wanted = self._open(prompts, number, size, sampling or self.sampling)
+        if self.greedy_baseline:
+            greedy = self._open(prompts, number, 1, replace(self.sampling, temperature=0.0), first=GREEDY)
+            wanted += [replace(each, baseline=True) for each in greedy]
+        return wanted
 
     def reads_logprobs(self, number: int) -> bool:
         """Return True if anything reads the engine's log-probabilities in rollout ``number``, and it returns them."""
@@ -333,80 +299,47 @@ class Sampler:
         read = read or any(callback.reads_logprobs(number) for callback in self.corrections.callbacks)
         return read and self.engine.capabilities.returns_logprobs
 
-    def _requests(
+    def _open(
         self, prompts: Sequence[Prompt], number: int, size: int, sampling: SamplingParams, first: int = 0
-    ) -> list[Request]:
+    ) -> list[Trajectory]:
         ids = [
             (prompt, sample_id(prompt.index, place, size, first=first)) for prompt in prompts for place in range(size)
         ]
         return [
-            Request(
-                prefix_ids=prompt.token_ids,
-                sample_id=each,
-                seed=request_seed(self.seed, number, each),
-                sampling=sampling,
-                rollout=number,
+            Trajectory(
+                prompt=prompt,
+                request=Request(
+                    prefix_ids=prompt.token_ids,
+                    sample_id=each,
+                    seed=request_seed(self.seed, number, each),
+                    sampling=sampling,
+                    rollout=number,
+                ),
             )
             for prompt, each in ids
         ]
 
-    def generate_together(self, requests: SampleRequests) -> Samples:
+    def generate_together(self, wanted: Sequence[Trajectory], *, logprobs: bool) -> Sampled:
         """Generate and start rewards that run in subprocesses; if one rank fails, all do."""
         with failing_together("generation", EngineError):
-            samples = self._samples(requests, self.converse(requests.by_prompt, logprobs=requests.logprobs))
-        return self._start_rewards(samples)
+            sampled = self.converse(wanted, logprobs=logprobs)
+        return self._start_rewards(sampled)
 
-    def generate_parts(self, parts: Sequence[SampleRequests]) -> list[Samples]:
-        """Generate for the sets of requests of evaluations in one call of the engine; if one rank fails, all do."""
-        with failing_together("generation", EngineError):
-            transcripts = iter(self.converse(list(chain.from_iterable(part.by_prompt for part in parts))))
-            return [self._samples(part, list(islice(transcripts, len(part.by_prompt)))) for part in parts]
-
-    def generate(self, requests: SampleRequests) -> Samples:
+    def generate(self, wanted: Sequence[Trajectory], *, logprobs: bool) -> Sampled:
         """Generate and start rewards that run in subprocesses. Thread-safe: no collective and no other user code."""
-        transcripts = self.converse(requests.by_prompt, logprobs=requests.logprobs)
-        return self._start_rewards(self._samples(requests, transcripts))
+        return self._start_rewards(self.converse(wanted, logprobs=logprobs))
 
-    def _samples(self, requests: SampleRequests, transcripts: Sequence[Transcript]) -> Samples:
-        size, asked = len(requests.requests), requests.by_prompt
-        rows_of = partial(self._lay_out, logprobs=requests.logprobs)
-        return Samples(
-            prompts=requests.prompts,
-            rows=rows_of(asked[:size], transcripts[:size]),
-            greedy=None if requests.greedy is None else rows_of(asked[size:], transcripts[size:]),
-            pairs=[pair for each in transcripts for pair in each.pairs],
-            outcomes=() if self.environments is None else [each.outcome for each in transcripts],
-        )
-
-    def _lay_out(
-        self, asked: Sequence[tuple[Prompt, Request]], transcripts: Sequence[Transcript], *, logprobs: bool
-    ) -> Rollout:
-        rows = Rollout.of(
-            [each.trajectory(*pair) for each, pair in zip(transcripts, asked, strict=True)],
-            dtype=self.dtype,
-            recorded=self.engine.extras,
-            logprobs=logprobs,
-            turns=self.environments is not None,
-        )
-        masks = rows.token_extras.get(SAMPLING_MASK)
-        if masks is not None and not (holds(masks, rows.response_ids) | ~rows.action_mask).all():
-            name = type(self.engine).__name__
-            raise ValueError(
-                f"expected the sampling mask of {name} to keep every sampled token, got one that is masked"
-            )
-        return rows
-
-    def _start_rewards(self, samples: Samples) -> Samples:
+    def _start_rewards(self, sampled: Sampled) -> Sampled:
         """Start the rewards that run in subprocesses."""
         if not self.rewards.starts_early:
-            return samples
-        return replace(samples, started=self.rewards.start(**self.reward_arguments(samples)))
+            return sampled
+        return sampled._replace(started=self.rewards.start(**self.reward_arguments(sampled.select(baseline=False))))
 
-    def converse(self, asked: Sequence[tuple[Prompt, Request]], *, logprobs: bool = False) -> list[Transcript]:
-        """Return a transcript for each request: one completion, or a conversation with an environment.
+    def converse(self, wanted: Sequence[Trajectory], *, logprobs: bool = False) -> Sampled:
+        """Sample trajectories: one completion each, or a conversation with an environment.
 
         Args:
-            asked: Requests with their prompts.
+            wanted: Trajectories without segments.
             logprobs: True to ask the engine for log-probabilities.
         """
         answers = Answers(
@@ -415,17 +348,21 @@ class Sampler:
             vocabulary=self.vocabulary,
             text=None if self.tokenizer is None else self._whole_text,
         )
-        with self.forward_context():  # also without requests, because ranks may share an engine
+        with self.forward_context():  # also without samples, because ranks may share an engine
             if self.environments is None:
-                requests = [request for _, request in asked]
-                return [Transcript.of(*pair) for pair in zip(requests, self.draw(requests, answers), strict=True)]
-            openings = [self.environments.open(prompt, request) for prompt, request in asked]
+                requests = [each.request for each in wanted]
+                completions = self.draw(requests, answers)
+                made = [each.extend(PROMPT, (), answer) for each, answer in zip(wanted, completions, strict=True)]
+                return Sampled(made, logprobs, list(zip(requests, completions, strict=True)))
+            conversations = [self.environments.open(each) for each in wanted]
             workers = self.environments.workers
-            drive = partial(converse, openings, self.engine, logprobs=logprobs, answers=answers)
+            drive = partial(converse, conversations, self.engine, logprobs=logprobs, answers=answers)
             if workers is None:
-                return drive()
-            with workers.executor() as executor:
-                return drive(executor=executor, limit=workers.workers)
+                made = drive()
+            else:
+                with workers.executor() as executor:
+                    made = drive(executor=executor, limit=workers.workers)
+        return Sampled(made, logprobs, [pair for each in conversations for pair in each.pairs])
 
     def draw(self, requests: Sequence[Request], answers: Answers) -> list[Completion]:
         """Return a validated completion for each request."""
@@ -435,17 +372,14 @@ class Sampler:
         answers.close()
         return checked
 
-    def score(self, samples: Samples) -> tuple[Rollout, list[RewardCall], Bool[Tensor, " B"]]:
+    def score(self, sampled: Sampled) -> tuple[Rollout, list[RewardCall], Bool[Tensor, " B"]]:
         """Return samples with rewards, the reward calls, and a mask of rows with failed rewards.
 
         Greedy completions give each row its baseline.
         """
-        rollout, calls, failed = self._with_rewards(samples)
-        if samples.greedy is not None:
-            answers = Samples(
-                prompts=samples.prompts, rows=samples.greedy, outcomes=samples.outcomes[len(samples.rows) :]
-            )
-            greedy, further, _ = self._with_rewards(answers)
+        rollout, calls, failed = self._with_rewards(sampled, baseline=False)
+        if self.greedy_baseline:
+            greedy, further, _ = self._with_rewards(sampled, baseline=True)
             rollout, calls = self._with_baseline(rollout, greedy), [*calls, *further]
         return self.collectives.share(rollout), calls, failed
 
@@ -469,38 +403,48 @@ class Sampler:
         rewarded = rollout.rewarded & rewarded.repeat_interleave(size)
         return rollout.replace(rewarded=rewarded, extras={**rollout.extras, GREEDY_SCORE: score})
 
-    def answers(self, samples: Samples) -> list[list[int]]:
-        """Return the token ids that rewards score: the last turn of each row."""
-        if self.environments is not None:
-            return [list(outcome.answer) for outcome in samples.outcomes[: len(samples.rows)]]
-        lengths = samples.rows.response_lengths.tolist()
-        return [row[:length] for row, length in zip(samples.rows.response_ids.tolist(), lengths, strict=True)]
-
-    def reward_arguments(self, samples: Samples) -> dict[str, Any]:
+    def reward_arguments(self, samples: Sequence[Trajectory]) -> dict[str, Any]:
         """Return the arguments of the reward functions."""
-        prompts, ids = _repeat(samples.prompts, len(samples.rows)), self.answers(samples)
-        completions: list[Any] = self.texts(ids)
-        for place, outcome in enumerate(samples.outcomes[: len(ids)]):
-            completions[place] = outcome.completion(completions[place])
+        prompts, ids = [each.prompt for each in samples], [list(each.answer) for each in samples]
         keys = sorted({key for prompt in prompts for key in (*prompt.data_columns, *prompt.columns)})
         columns = {key: [prompt.columns.get(key) for prompt in prompts] for key in keys}
         return {
             "prompts": [prompt.content for prompt in prompts],
-            "completions": completions,
+            "completions": [each.completion(text) for each, text in zip(samples, self.texts(ids), strict=True)],
             "completion_ids": ids,
-            "columns": columns | reward_columns(samples.outcomes[: len(ids)]),
+            "columns": columns | reward_columns(samples),
         }
 
-    def _with_rewards(self, samples: Samples) -> tuple[Rollout, list[RewardCall], Bool[Tensor, " B"]]:
+    def _with_rewards(
+        self, sampled: Sampled, *, baseline: bool
+    ) -> tuple[Rollout, list[RewardCall], Bool[Tensor, " B"]]:
+        samples = sampled.select(baseline=baseline)
         scores = self.rewards(
             **self.reward_arguments(samples),
             dtype=self.dtype,
             trainer_state=self.trainer_state,
-            started=samples.started,
+            started={} if baseline else sampled.started,
         )
-        rewarded = scores.scored & samples.rows.trained
-        scored = samples.rows.replace(rewards=scores.total, rewards_by_function=scores.raw, rewarded=rewarded)
+        rows = self._lay_out(samples, logprobs=sampled.logprobs)
+        rewarded = scores.scored & rows.trained
+        scored = rows.replace(rewards=scores.total, rewards_by_function=scores.raw, rewarded=rewarded)
         return scored, list(scores.calls), scores.failed
+
+    def _lay_out(self, samples: Sequence[Trajectory], *, logprobs: bool) -> Rollout:
+        rows = Rollout.of(
+            samples,
+            dtype=self.dtype,
+            recorded=self.engine.extras,
+            logprobs=logprobs,
+            turns=self.environments is not None,
+        )
+        masks = rows.token_extras.get(SAMPLING_MASK)
+        if masks is not None and not (holds(masks, rows.response_ids) | ~rows.action_mask).all():
+            name = type(self.engine).__name__
+            raise ValueError(
+                f"expected the sampling mask of {name} to keep every sampled token, got one that is masked"
+            )
+        return rows
 
 
 def distribute_prompts(prompts: Sequence[Prompt], wanted: Sequence[int]) -> list[list[Prompt]]:
@@ -547,8 +491,3 @@ def solve_counts(rollout: Rollout) -> tuple[int, int]:
         return int(((found > 0) & (others == 0)).sum())
 
     return all_of(scores >= 1), all_of(scores <= 0)
-
-
-def _repeat(prompts: Sequence[Prompt], rows: int) -> list[Prompt]:
-    """Repeat each prompt equally often, ``rows`` prompts in all."""
-    return [prompt for prompt in prompts for _ in range(rows // len(prompts))]

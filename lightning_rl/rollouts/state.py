@@ -335,7 +335,9 @@ class RunState:
             )
         recorded = state["configuration"]["module"]["model"]["init_args"]["max_tokens_per_microbatch"]
         mine = ranks[parallel.rank]
-        self.loaded, self.name = {**mine, "budget": mine["budget"] or (recorded, recorded)}, state["run"]
+        version = state["configuration"]["versions"]["lightning_rl"]
+        self.loaded = {**mine, "budget": mine["budget"] or (recorded, recorded), "version": version}
+        self.name = state["run"]
 
     def compare(self, saved: Mapping[str, Any], allowed: Collection[str]) -> None:
         """Compare the configuration in a checkpoint with that of the run.

@@ -7,6 +7,9 @@ from typing import Any
 Message = Mapping[str, Any]
 """Chat message as in templates: ``role``, ``content``, optional ``tool_calls``, ``name``."""
 
+REWRITTEN = "rewritten"
+"""Key that marks the messages of a rewritten context in a conversation's record."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from lightning_rl.samples.completion import Completion, FinishReason, Request
-from lightning_rl.samples.prompt import Message, Prompt
+from lightning_rl.samples.prompt import REWRITTEN, Message, Prompt
+from lightning_rl.samples.reward_call import Failure
 
 PROMPT = -1
 """Parent of the segments that follow the prompt."""
@@ -55,6 +57,8 @@ class Trajectory:
         environment: Name of the environment in metrics; empty without one.
         environment_reward: Sum of the environment's rewards, or None.
         seconds: Seconds spent in the environment.
+        failure: Failure of the environment, of the second try if there was one, or None.
+        baseline: True for a greedy completion, to which the others of its prompt are compared.
         prompt_extras: Further data of each prompt token by name, [P, ...].
 
     Example:
@@ -80,6 +84,8 @@ class Trajectory:
     environment: str = ""
     environment_reward: float | None = None
     seconds: float = 0.0
+    failure: Failure | None = None
+    baseline: bool = False
     prompt_extras: Mapping[str, Shaped[Tensor, "P ..."]] = field(default_factory=dict)
 
     def extend(self, parent: int | None, read: Sequence[int], completion: Completion) -> "Trajectory":
@@ -118,6 +124,28 @@ class Trajectory:
             finish=completion.finish,
             prompt_extras=self.prompt_extras if self.segments else values,
         )
+
+    @property
+    def sampled_length(self) -> int:
+        """Number of sampled tokens."""
+        return sum(len(segment.token_ids) for segment in self.segments if segment.sampled)
+
+    @property
+    def answer(self) -> tuple[int, ...]:
+        """Token ids of the last turn, which rewards score."""
+        return next((segment.token_ids for segment in reversed(self.segments) if segment.sampled), ())
+
+    def completion(self, text: str) -> str | list[dict[str, Any]]:
+        """Return the messages from the first answer of the policy to its last one, whose content is ``text``.
+
+        Rewritten contexts are left out. Returns the text if the environment uses no messages.
+        """
+        after = [dict(message) for message in self.messages[self.opening :] if not message.get(REWRITTEN)]
+        answers = [place for place, message in enumerate(after) if message.get("role") == "assistant"]
+        if not answers:
+            return text
+        said = after[answers[0] : answers[-1] + 1]
+        return [*said[:-1], {**said[-1], "content": text}]
 
     def branches(self) -> list[tuple[int, ...]]:
         """Return the indices of the segments from each root to a leaf, in the order of the leaves."""

@@ -28,6 +28,7 @@ from lightning_rl.environments import (
 )
 from lightning_rl.environments.run_environments import Environments
 from lightning_rl.generation import Request, request_seed
+from lightning_rl.samples import Trajectory
 
 SAMPLING = SamplingParams(max_new_tokens=12, eos_token_ids=CLOSE)
 SAID = ("red one", "look", "two ? green", "blue red")
@@ -55,20 +56,23 @@ def conversations_with(made: Environments, samples: int = 4) -> list[AuditedConv
     ]
     engine = FakeEngine(answer)
     engine.load_weights([], 0)
-    told = converse([made.open(*pair) for pair in zip(prompts, firsts, strict=True)], engine)
+    conversations = [
+        made.open(Trajectory(prompt=prompt, request=first)) for prompt, first in zip(prompts, firsts, strict=True)
+    ]
+    told = converse(conversations, engine)
     return [
         AuditedConversation(
             sample=first.sample_id,
             group=prompt.index,
             environment="environment",
             row={**prompt.columns, "prompt": prompt.content},
-            turns=one.pairs,
-            messages=one.outcome.messages,
-            reward=one.outcome.reward,
-            judged=one.outcome.answer,
+            turns=conversation.pairs,
+            messages=one.messages,
+            reward=one.environment_reward,
+            judged=one.answer,
             finish=one.finish,
         )
-        for prompt, first, one in zip(prompts, firsts, told, strict=True)
+        for prompt, first, conversation, one in zip(prompts, firsts, conversations, told, strict=True)
     ]
 
 

@@ -10,6 +10,7 @@ import torch
 from environments.templates import FAMILIES, RIGHT, close_of, tokenizer_of
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.conversations import response_of, turn_numbers_of, wanted
 from kit.support import tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 from typing_extensions import override
@@ -360,20 +361,20 @@ def test_a_conversation_only_grows_and_every_drawn_token_is_its_own_once(
     first = Request(
         prefix_ids=(1,), sample_id=0, seed=1, sampling=SamplingParams(max_new_tokens=999, eos_token_ids=[0])
     )
-    talk = Conversation(environment, first, ConversationLimits(turns=9))
-    talk.begin({}, 0)
+    talk = Conversation(environment, wanted(first), ConversationLimits(turns=9))
+    talk.begin()
     grown: tuple[int, ...] = ()
     for ids, finish in answers:
-        assert talk.request is not None, talk.transcript
+        assert talk.request is not None, talk.trajectory
         assert talk.request.prefix_ids[: len(grown)] == grown
         grown = (*talk.request.prefix_ids, *ids)
         talk.receive(drawn_by(ids, finish))
-    assert talk.transcript is not None and talk.transcript.finish == answers[-1][1]
-    row = talk.transcript.row
-    assert (*row.prompt_ids, *row.response_ids) == grown
-    trained = [token for token, turn in zip(row.response_ids, row.turn_numbers, strict=True) if turn]
+    assert talk.trajectory is not None and talk.trajectory.finish == answers[-1][1]
+    row, numbers = response_of(talk.trajectory), turn_numbers_of(talk.trajectory)
+    assert (*talk.trajectory.request.prefix_ids, *row) == grown
+    trained = [token for token, turn in zip(row, numbers, strict=True) if turn]
     assert trained == [token for ids, _ in answers for token in ids]
-    assert sorted(set(row.turn_numbers) - {0}) == list(range(1, len(answers) + 1))
+    assert sorted(set(numbers) - {0}) == list(range(1, len(answers) + 1))
 
 
 def test_what_ends_a_response_need_not_end_a_message_of_the_history() -> None:

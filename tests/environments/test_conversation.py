@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from kit.conversations import response_of, turn_numbers_of, wanted
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_rl import FinishReason, SamplingParams
 from lightning_rl.environments import Conversation, ConversationLimits, TokenEnvironment, TokenStep
 from lightning_rl.generation import Completion, Request, turn_seed
+from lightning_rl.samples import Prompt, Trajectory
 
 EOS = 9
 FIRST = Request(prefix_ids=(1, 2), sample_id=5, seed=77, sampling=SamplingParams(max_new_tokens=6, eos_token_ids=[EOS]))
@@ -45,9 +47,14 @@ def drawn(*ids: int, finish: FinishReason = FinishReason.STOP) -> Completion:
 
 
 def conversation(environment: Scripted, **limits: Any) -> Conversation:
-    made = Conversation(environment, FIRST, ConversationLimits(**limits))
-    made.begin({"prompt": "?"}, 3)
+    made = Conversation(environment, wanted(FIRST), ConversationLimits(**limits), seed=3)
+    made.begin()
     return made
+
+
+def cause_of(talk: Conversation) -> str | None:
+    failure = None if talk.trajectory is None else talk.trajectory.failure
+    return None if failure is None else failure.cause
 
 
 def test_a_prefix_is_the_one_before_with_what_was_drawn_and_said() -> None:
@@ -62,12 +69,11 @@ def test_a_prefix_is_the_one_before_with_what_was_drawn_and_said() -> None:
     )
     assert (talk.request.sample_id, talk.request.sampling.max_new_tokens) == (5, 4)
     talk.receive(drawn(6, EOS))
-    transcript = talk.transcript
-    assert transcript is not None and talk.request is None
-    row = transcript.row
-    assert (row.prompt_ids, row.response_ids) == ((1, 2), (3, EOS, 4, 5, 6, EOS))
-    assert row.turn_numbers == (1, 1, 0, 0, 2, 2)
-    assert (transcript.finish, transcript.outcome.reward, transcript.outcome.failure) == (FinishReason.STOP, 0.75, None)
+    trajectory = talk.trajectory
+    assert trajectory is not None and talk.request is None
+    assert (trajectory.request.prefix_ids, response_of(trajectory)) == ((1, 2), (3, EOS, 4, 5, 6, EOS))
+    assert turn_numbers_of(trajectory) == (1, 1, 0, 0, 2, 2)
+    assert (trajectory.finish, trajectory.environment_reward, trajectory.failure) == (FinishReason.STOP, 0.75, None)
     assert environment.heard == [({"prompt": "?"}, 3), ((3, EOS), FinishReason.STOP), ((6, EOS), FinishReason.STOP)]
     assert environment.closed == 1
 
@@ -75,8 +81,8 @@ def test_a_prefix_is_the_one_before_with_what_was_drawn_and_said() -> None:
 def test_a_conversation_that_is_done_with_a_truncated_answer_is_truncated() -> None:
     talk = conversation(Scripted(TokenStep(done=True, reward=0.5)))
     talk.receive(drawn(3, 4, finish=FinishReason.LENGTH))
-    assert talk.transcript is not None
-    assert (talk.transcript.finish, talk.transcript.outcome.reward) == (FinishReason.LENGTH, 0.5)
+    assert talk.trajectory is not None
+    assert (talk.trajectory.finish, talk.trajectory.environment_reward) == (FinishReason.LENGTH, 0.5)
 
 
 def test_a_prefix_that_is_rewritten_stands_behind_the_answer_and_is_all_that_the_next_turn_reads() -> None:
@@ -91,13 +97,12 @@ def test_a_prefix_that_is_rewritten_stands_behind_the_answer_and_is_all_that_the
     talk.receive(drawn(6, EOS))
     assert talk.request.prefix_ids == (7, 8, 6, EOS, 4)
     talk.receive(drawn(5, EOS))
-    transcript = talk.transcript
-    assert transcript is not None and transcript.finish == FinishReason.STOP
-    row = transcript.row
-    assert (row.prompt_ids, row.response_ids) == ((1, 2), (3, EOS, 7, 8, 6, EOS, 4, 5, EOS))
-    assert row.turn_numbers == (1, 1, -1, -1, 2, 2, 0, 3, 3)
-    counts = transcript.outcome.metrics
-    assert (transcript.outcome.reward, counts["turns"], counts["tokens"], counts["rewritten"]) == (0.75, 3, 3, 1)
+    trajectory = talk.trajectory
+    assert trajectory is not None and trajectory.finish == FinishReason.STOP
+    assert (trajectory.request.prefix_ids, response_of(trajectory)) == ((1, 2), (3, EOS, 7, 8, 6, EOS, 4, 5, EOS))
+    assert turn_numbers_of(trajectory) == (1, 1, -1, -1, 2, 2, 0, 3, 3)
+    counts = trajectory.metrics
+    assert (trajectory.environment_reward, counts["turns"], counts["tokens"], counts["rewritten"]) == (0.75, 3, 3, 1)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +127,9 @@ def test_limits_end_it_and_nothing_is_said_behind_the_last_answer(
     talk = conversation(Scripted(*[TokenStep(token_ids=(4, 5))] * 5), **limits)
     for completion in completions:
         talk.receive(completion)
-    assert talk.transcript is not None
-    assert (talk.transcript.finish, talk.transcript.row.response_ids) == (finish, response)
-    counts = talk.transcript.outcome.metrics
+    assert talk.trajectory is not None
+    assert (talk.trajectory.finish, response_of(talk.trajectory)) == (finish, response)
+    counts = talk.trajectory.metrics
     assert counts["cut_by_tokens"] == float(finish == FinishReason.LENGTH)
     assert counts["cut_by_turns"] == float(finish == FinishReason.TURNS)
     assert (counts["turns"], counts["tokens"]) == (len(completions), response.count(4) + response.count(5))
@@ -135,9 +140,9 @@ def test_an_environment_that_raises_fails_its_own_row_and_is_closed() -> None:
     talk = conversation(environment)
     talk.receive(drawn(3, EOS))
     talk.receive(drawn(EOS))
-    assert talk.transcript is not None
-    assert (talk.transcript.finish, talk.transcript.outcome.failure) == (FinishReason.FAILED, "OSError: gone")
-    assert (talk.transcript.row.response_ids, environment.closed) == ((3, EOS, 4, EOS), 1)
+    assert talk.trajectory is not None
+    assert (talk.trajectory.finish, cause_of(talk)) == (FinishReason.FAILED, "OSError: gone")
+    assert (response_of(talk.trajectory), environment.closed) == ((3, EOS, 4, EOS), 1)
 
 
 @pytest.mark.parametrize(
@@ -186,10 +191,10 @@ def test_a_conversation_that_a_limit_ends_is_worth_what_the_environment_says(lim
     talk = conversation(Scoring(0.5, go_on, last), **limits)
     talk.receive(drawn(3, EOS))
     talk.receive(drawn(6))
-    assert talk.transcript is not None and talk.transcript.finish == finish
+    assert talk.trajectory is not None and talk.trajectory.finish == finish
     cut = 0.0 if finish == FinishReason.STOP else 0.5  # who ends it itself has said its worth
-    assert talk.transcript.outcome.reward == 0.5 + cut
-    assert [turn.reward for turn in talk.transcript.row.turns] == [0.25, 0.25 + cut]
+    assert talk.trajectory.environment_reward == 0.5 + cut
+    assert [each.reward for each in talk.trajectory.segments if each.sampled] == [0.25, 0.25 + cut]
 
 
 class Acting(TokenEnvironment):
@@ -239,28 +244,29 @@ def test_whatever_an_environment_raises_costs_its_own_row(call: str, error: Base
         made[-1].act("made")
         return made[-1]
 
-    talk = Conversation(None, FIRST, ConversationLimits(), again=make)
-    talk.begin({}, 3)
+    talk = Conversation(None, wanted(FIRST), ConversationLimits(), again=make)
+    talk.begin()
     for _ in range(2):
         if talk.request is not None:
             talk.receive(drawn(EOS))
-    assert talk.transcript is not None and talk.transcript.outcome.reward is None
-    assert (talk.transcript.finish, talk.transcript.outcome.failure) == (FinishReason.FAILED, failure)
-    assert len(made) == 2 and talk.transcript.outcome.metrics["retries"] == 1.0
+    assert talk.trajectory is not None and talk.trajectory.environment_reward is None
+    assert (talk.trajectory.finish, cause_of(talk)) == (FinishReason.FAILED, failure)
+    assert len(made) == 2 and talk.trajectory.metrics["retries"] == 1.0
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SIGTERMException()], ids=["interrupt", "termination"])
 @pytest.mark.parametrize("call", ["reset", "step", "close"])
 def test_what_ends_the_run_is_no_failure_of_an_environment(call: str, error: BaseException) -> None:
-    talk = Conversation(Acting(**{call: error}), FIRST, ConversationLimits())
+    talk = Conversation(Acting(**{call: error}), wanted(FIRST), ConversationLimits())
     with pytest.raises(type(error)):  # noqa: PT012  whichever call it is
-        talk.begin({}, 3)
+        talk.begin()
         talk.receive(drawn(EOS))
-    assert talk.transcript is None
+    assert talk.trajectory is None
 
 
 def test_an_environment_edits_a_row_of_its_own() -> None:
-    row = {"prompt": [{"role": "user", "content": "?"}], "stock": {"apples": [1, 2]}}
+    columns, content = {"stock": {"apples": [1, 2]}}, [{"role": "user", "content": "?"}]
+    sample = Trajectory(prompt=Prompt(0, (1, 2), content, columns), request=FIRST)
 
     class Editing(Acting):
         @override
@@ -270,8 +276,8 @@ def test_an_environment_edits_a_row_of_its_own() -> None:
             row["new"] = 1
             return ()
 
-    Conversation(Editing(), FIRST, ConversationLimits()).begin(row, 3)
-    assert row == {"prompt": [{"role": "user", "content": "?"}], "stock": {"apples": [1, 2]}}
+    Conversation(Editing(), sample, ConversationLimits()).begin()
+    assert (columns, content) == ({"stock": {"apples": [1, 2]}}, [{"role": "user", "content": "?"}])
 
 
 def test_a_message_stays_what_it_was_when_it_was_said() -> None:
@@ -280,14 +286,14 @@ def test_a_message_stays_what_it_was_when_it_was_said() -> None:
     talk.receive(drawn(EOS))
     reused["content"].append("second")
     talk.receive(drawn(EOS))
-    assert talk.transcript is not None
-    assert talk.transcript.outcome.messages == ({"role": "tool", "content": ["first"]},)
+    assert talk.trajectory is not None
+    assert talk.trajectory.messages == ({"role": "tool", "content": ["first"]},)
 
 
 def test_a_prompt_that_no_answer_can_follow_fails_with_its_length() -> None:
-    talk = Conversation(Acting(prompt=range(2, 9)), FIRST, ConversationLimits(length=7))
-    talk.begin({}, 3)
-    assert talk.request is None and talk.transcript is not None
-    assert (talk.transcript.finish, talk.transcript.row.turns) == (FinishReason.FAILED, ())
+    talk = Conversation(Acting(prompt=range(2, 9)), wanted(FIRST), ConversationLimits(length=7))
+    talk.begin()
+    assert talk.request is None and talk.trajectory is not None
+    assert (talk.trajectory.finish, talk.trajectory.segments) == (FinishReason.FAILED, ())
     message = "ValueError: expected a prompt of fewer tokens than the context of 7, got 7 by reset"
-    assert talk.transcript.outcome.failure == message
+    assert cause_of(talk) == message

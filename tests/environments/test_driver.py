@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.conversations import response_of, wanted
 from kit.engine_requests import launch
 from kit.support import tiny_policy
 from torch import Tensor
@@ -19,15 +20,14 @@ from lightning_rl import Engine, EngineError, FakeEngine, FinishReason, Sampling
 from lightning_rl.environments import (
     Conversation,
     ConversationLimits,
-    Opening,
     TokenEnvironment,
     TokenStep,
-    Transcript,
     converse,
 )
 from lightning_rl.generation import Capabilities, Completion, Request
 from lightning_rl.generation import engine as engine_module
 from lightning_rl.generation.validate_completions import Answers
+from lightning_rl.samples import Trajectory
 
 EOS = 9
 What = list[tuple[tuple[int, ...], FinishReason, list[Tensor | None]]]
@@ -56,26 +56,27 @@ class Echo(TokenEnvironment):
         self.closed += 1
 
 
-def opening(number: int, environment: Any = None, **limits: Any) -> Opening:
+def opening(number: int, environment: Any = None, **limits: Any) -> Conversation:
     sampling = SamplingParams(max_new_tokens=18, eos_token_ids=[EOS])
     prefix = tuple(2 + (number * k) % 5 for k in range(1, 2 + number % 4))
     request = Request(prefix_ids=prefix, sample_id=number, seed=1000 + number, sampling=sampling)
     environment = Echo(1 + number % 4, pause=0.002) if environment is None else environment
-    return Opening(Conversation(environment, request, ConversationLimits(**{"turn_tokens": 5, **limits})), {}, number)
+    options = ConversationLimits(**{"turn_tokens": 5, **limits})
+    return Conversation(environment, wanted(request), options, seed=number)
 
 
-def openings(number: int = 12) -> list[Opening]:
+def openings(number: int = 12) -> list[Conversation]:
     return [opening(n) for n in range(number)]
 
 
-def what(transcripts: Sequence[Transcript]) -> What:
+def what(trajectories: Sequence[Trajectory]) -> What:
     return [
         (
-            (*each.row.prompt_ids, *each.row.response_ids),
+            (*each.request.prefix_ids, *response_of(each)),
             each.finish,
-            [turn.completion.logprobs for turn in each.row.turns],
+            [segment.logprobs for segment in each.segments if segment.sampled],
         )
-        for each in transcripts
+        for each in trajectories
     ]
 
 
@@ -142,7 +143,7 @@ class Noting(FakeEngine):
 def test_conversations_that_wait_draw_together_and_come_back_in_their_order(limit: int | None, rounds: Any) -> None:
     engine = told(lambda _: (EOS,), Noting)
     talks = [opening(number, Echo(turns)) for number, turns in enumerate((2, 1, 3))]
-    assert [len(each.row.turns) for each in converse(talks, engine, limit=limit)] == [2, 1, 3]
+    assert [each.metrics["turns"] for each in converse(talks, engine, limit=limit)] == [2, 1, 3]
     assert isinstance(engine, Noting) and engine.rounds == rounds
 
 
@@ -219,7 +220,7 @@ def test_nobody_to_talk_to_is_no_call_and_no_place_is_an_error() -> None:
         converse(openings(1), engine, limit=0)
 
 
-def answered(engine: FakeEngine, talks: list[Opening]) -> list[Transcript]:
+def answered(engine: FakeEngine, talks: list[Conversation]) -> list[Trajectory]:
     return converse(talks, engine, logprobs=True, answers=Answers(engine, logprobs=True, vocabulary=12))
 
 
@@ -244,6 +245,36 @@ def test_what_an_engine_says_in_a_later_turn_is_held_against_what_it_was_asked(
         answered(told(script), openings())
 
 
+class Leaving(Echo):
+    """Raises in the second turn of its first try."""
+
+    tries = 0
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
+        type(self).tries += 1
+        return super().reset(row, seed)
+
+    @override
+    def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
+        if self.turn == 1 and self.tries == 1:
+            raise OSError("gone")
+        return super().step(token_ids, finish)
+
+
+def test_pairs_are_the_requests_and_completions_of_the_engine_in_the_last_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    receive, engine = Conversation.receive, told(lambda request: (3 + request.turn, EOS))
+    swapped = lambda self, given: receive(self, replace(given, token_ids=given.token_ids[::-1]))  # noqa: E731
+    monkeypatch.setattr(Conversation, "receive", swapped)
+    first = opening(3)._wanted  # noqa: SLF001
+    conversation = Conversation(None, first, ConversationLimits(turn_tokens=5), again=Leaving)
+    (trajectory,) = converse([conversation], engine)
+    assert [request.turn for request in engine.requests] == [0, 1, 0, 1, 2]
+    assert all(pair[0] is request for pair, request in zip(conversation.pairs, engine.requests[2:], strict=True))
+    assert [completion.token_ids for _, completion in conversation.pairs] == [(3, EOS), (4, EOS), (5, EOS)]
+    assert trajectory.segments[0].token_ids == (EOS, 3), "as received"
+
+
 def nan_for(*samples: int) -> FakeEngine:
     """An engine whose second turn of some samples has a log-probability that is none."""
 
@@ -258,12 +289,13 @@ def nan_for(*samples: int) -> FakeEngine:
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_turn_that_cannot_be_believed_aborts_its_sample_and_no_other(order: int) -> None:
     with pytest.warns(UserWarning, match=r"1 of \d\d samples from FakeEngine are aborted .* sample 7 \(turn 1, prompt"):
-        transcripts = answered(nan_for(7), openings()[::order])[::order]
-    assert [each.finish for each in transcripts] == [
+        trajectories = answered(nan_for(7), openings()[::order])[::order]
+    assert [each.finish for each in trajectories] == [
         FinishReason.ABORT if n == 7 else FinishReason.STOP for n in range(12)
     ]
-    assert [len(turn.completion.token_ids) for turn in transcripts[7].row.turns] == [2, 2]
-    scores = transcripts[7].row.turns[1].completion.logprobs
+    answers = [segment for segment in trajectories[7].segments if segment.sampled]
+    assert [len(segment.token_ids) for segment in answers] == [2, 2]
+    scores = answers[1].logprobs
     assert scores is not None and scores.tolist() == [0.0, 0.0]
 
 
@@ -320,7 +352,7 @@ def on_ranks(*ranks: Callable[[Callable[[Any], list[Any]]], Any]) -> list[Any]:
         return list(executor.map(outcome, range(len(ranks))))
 
 
-def shared_rank(talks: list[Opening], script: Any = lambda _: (3, EOS)) -> Callable[[Any], tuple[list[int], int]]:
+def shared_rank(talks: list[Conversation], script: Any = lambda _: (3, EOS)) -> Callable[[Any], tuple[list[int], int]]:
     def rank(across: Callable[[Any], list[Any]]) -> tuple[list[int], int]:
         engine = Shared(script)
         engine.across = across

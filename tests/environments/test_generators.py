@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from kit.chatter import generator_states
-from kit.conversations import Talk
+from kit.conversations import Talk, wanted
 from typing_extensions import override
 
 from lightning_rl import FinishReason, SamplingParams
@@ -41,10 +41,10 @@ class Drawing(Talk):
 
 def talk(reset: Callable[[], Any], step: Callable[[], Any]) -> None:
     with fork_generators(torch.device("cpu")):
-        conversation = Conversation(Drawing(reset, step), FIRST, ConversationLimits())
-        conversation.begin({}, 0)
+        conversation = Conversation(Drawing(reset, step), wanted(FIRST), ConversationLimits())
+        conversation.begin()
         conversation.receive(ANSWER)
-        assert conversation.transcript is not None and conversation.transcript.finish == FinishReason.STOP
+        assert conversation.trajectory is not None and conversation.trajectory.finish == FinishReason.STOP
 
 
 DRAWS = [
@@ -76,7 +76,7 @@ class Seeding(Drawing):
 def test_who_seeds_a_generator_when_it_is_made_is_named() -> None:
     message = "expected environment shop to draw from its private generators, got draws from Python's generator"
     with fork_generators(torch.device("cpu")), pytest.raises(GeneratorError, match=message):
-        Conversation(None, FIRST, ConversationLimits(), "shop", Seeding).begin({}, 0)
+        Conversation(None, wanted(FIRST), ConversationLimits(), "shop", Seeding).begin()
 
 
 def test_who_draws_and_then_fails_is_named() -> None:

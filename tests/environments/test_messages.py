@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from environments.templates import close_of, tokenizer_of
+from kit.conversations import response_of, wanted
 from typing_extensions import override
 
 from lightning_rl import FinishReason, SamplingParams
-from lightning_rl.data import Prompt
 from lightning_rl.environments import (
     Action,
     Bridge,
@@ -16,12 +16,12 @@ from lightning_rl.environments import (
     Environment,
     Message,
     StepResult,
-    Transcript,
 )
 from lightning_rl.environments.messages import MessageEnvironment
 from lightning_rl.environments.parsing import plain_text
 from lightning_rl.environments.run_environments import Environments
 from lightning_rl.generation import Completion, Request
+from lightning_rl.samples import Trajectory
 
 TOKENIZER = tokenizer_of("qwen2.5")
 
@@ -45,29 +45,30 @@ class Reusing(Environment):
         return StepResult(messages=[self.message])
 
 
-def held(environment: Environment, *answers: str) -> tuple[list[str], Transcript]:
-    """Return the prefix of each turn as text, and the transcript of a conversation with the given answers."""
+def held(environment: Environment, *answers: str) -> tuple[list[str], Trajectory]:
+    """Return the prefix of each turn as text, and the trajectory of a conversation with the given answers."""
     bridge = Bridge(TOKENIZER, close_of("qwen2.5"))
     sampling = SamplingParams(max_new_tokens=99, eos_token_ids=sorted(close_of("qwen2.5")))
     first = Request(prefix_ids=(1,), sample_id=0, seed=0, sampling=sampling)
-    talk = Conversation(MessageEnvironment(environment, bridge, plain_text(TOKENIZER)), first, ConversationLimits())
-    talk.begin({}, 0)
+    partner = MessageEnvironment(environment, bridge, plain_text(TOKENIZER))
+    talk = Conversation(partner, wanted(first), ConversationLimits())
+    talk.begin()
     prefixes: list[str] = []
     for answer in answers:
         assert talk.request is not None
         prefixes.append(TOKENIZER.decode(talk.request.prefix_ids))
         ids = tuple(TOKENIZER(f"{answer}<|im_end|>", add_special_tokens=False)["input_ids"])
         talk.receive(Completion(token_ids=ids, logprobs=None, finish=FinishReason.STOP, version=0))
-    assert talk.transcript is not None
-    return prefixes, talk.transcript
+    assert talk.trajectory is not None
+    return prefixes, talk.trajectory
 
 
 def test_the_record_has_the_messages_of_the_row_up_to_an_unanswered_answer() -> None:
-    _, transcript = held(Reusing(), *"abc")
-    assert transcript.outcome.failure == "OSError: gone"
-    said = [(message["role"], message["content"]) for message in transcript.outcome.messages]
+    _, trajectory = held(Reusing(), *"abc")
+    assert trajectory.failure is not None and trajectory.failure.cause == "OSError: gone"
+    said = [(message["role"], message["content"]) for message in trajectory.messages]
     assert said == list(zip(("user", "assistant") * 3, "0a1b2c", strict=True))
-    whole = TOKENIZER.decode([*transcript.row.prompt_ids, *transcript.row.response_ids])
+    whole = TOKENIZER.decode([*trajectory.request.prefix_ids, *response_of(trajectory)])
     places = [whole.index(f"{role}\n{content}<|im_end|>") for role, content in said]
     assert places == sorted(places)
 
@@ -85,11 +86,11 @@ class Summing(Reusing):
 
 
 def test_a_rewritten_context_is_rendered_as_a_first_prompt() -> None:
-    prefixes, transcript = held(Summing(), "abc", "abc")
+    prefixes, trajectory = held(Summing(), "abc", "abc")
     assert prefixes[1] == (
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nso far: abc<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert transcript.outcome.messages == (
+    assert trajectory.messages == (
         {"role": "user", "content": "0"},
         {"role": "assistant", "content": "abc"},
         {"role": "system", "content": "be brief", "rewritten": True},
@@ -119,7 +120,7 @@ def test_an_environment_that_was_never_reset_need_not_be_able_to_close() -> None
     environments.check()
     made = Unclosable.made
     first = Request(prefix_ids=(1,), sample_id=0, seed=0, sampling=SamplingParams(eos_token_ids=[1]))
-    opening = environments.open(Prompt(0, (1,), "?", {}), first)
+    conversation = environments.open(wanted(first))
     assert Unclosable.made == made, "it is made when its conversation begins, which fails alone if it cannot be"
-    opening.conversation.begin(opening.row, opening.seed)
-    assert Unclosable.made == made + 1 and opening.conversation.request is not None
+    conversation.begin()
+    assert Unclosable.made == made + 1 and conversation.request is not None

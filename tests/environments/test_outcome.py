@@ -3,12 +3,13 @@
 import json
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit.conversations import Echo, Talk, talking_module
+from kit.conversations import Echo, Talk, talking_module, wanted
 from kit.support import fit, recorder, tiny_module
 from lightning.pytorch import Trainer
 from typing_extensions import override
@@ -16,7 +17,8 @@ from typing_extensions import override
 from lightning_rl import FinishReason, PromptDataModule, Rollout, SamplingParams
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.environments import EnvironmentReward, TokenStep
-from lightning_rl.environments.outcome import EnvironmentSummary, FailedEnvironmentsError, Outcome, check_environments
+from lightning_rl.environments.outcome import EnvironmentSummary, FailedEnvironmentsError, check_environments
+from lightning_rl.generation import Request
 
 
 def train(
@@ -167,6 +169,6 @@ CONTEXT = [{**message, "rewritten": True} for message in (ASKED, BEGUN, ASKED)]
 def test_a_completion_is_the_conversation_from_the_first_answer_to_the_last(
     messages: list[Any], opening: int, completion: Any
 ) -> None:
-    outcome = Outcome(answer=(1,), messages=tuple(messages), opening=opening)
-    assert outcome.completion("whole") == completion
-    assert Outcome.from_state(outcome.state()).completion("whole") == completion
+    request = Request(prefix_ids=(1,), sample_id=0, seed=0, sampling=SamplingParams(eos_token_ids=[1]))
+    sample = replace(wanted(request), messages=tuple(messages), opening=opening)
+    assert sample.completion("whole") == completion

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from environments.templates import tokenizer_of
-from kit.conversations import Echo
+from kit.conversations import Echo, wanted
 from typing_extensions import override
 
 from lightning_rl import FinishReason, SamplingParams
@@ -166,12 +166,12 @@ def test_invalid_ids_are_refused(ids: Any, message: str) -> None:
 def test_an_id_outside_of_the_vocabulary_fails_its_conversation(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Echo, call, {"reset": lambda *_: [512], "step": lambda *_: TokenStep(token_ids=[512])}[call])
     first = Request(prefix_ids=(1,), sample_id=0, seed=0, sampling=SamplingParams(eos_token_ids=[9]))
-    conversation = Conversation(Echo(), first, ConversationLimits(vocabulary=512))
-    conversation.begin({}, 0)
+    conversation = Conversation(Echo(), wanted(first), ConversationLimits(vocabulary=512))
+    conversation.begin()
     if conversation.request is not None:
         conversation.receive(Completion(token_ids=(5,), logprobs=None, finish=FinishReason.STOP, version=0))
-    transcript = conversation.transcript
-    assert transcript is not None and transcript.finish == FinishReason.FAILED
-    assert transcript.outcome.failure == (
+    trajectory = conversation.trajectory
+    assert trajectory is not None and trajectory.finish == FinishReason.FAILED
+    assert trajectory.failure is not None and trajectory.failure.cause == (
         f"ValueError: expected token ids in [0, 512), the policy's vocabulary, in what Echo.{call} returns, got 512"
     )

@@ -17,6 +17,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from kit.conversations import response_of, wanted
 from kit.forks import PATH, Fork
 from kit.marks import gone, pids_with, wait_for
 from typing_extensions import override
@@ -28,17 +29,16 @@ from lightning_rl.environments import (
     Conversation,
     ConversationLimits,
     Environment,
-    Opening,
     StepResult,
     TokenEnvironment,
     TokenStep,
-    Transcript,
     converse,
 )
 from lightning_rl.environments.workers import WorkerPool
 from lightning_rl.generation import Request
 from lightning_rl.generation import engine as engine_module
 from lightning_rl.processes.errors import CallError
+from lightning_rl.samples import Trajectory
 
 SAMPLING = SamplingParams(max_new_tokens=20, eos_token_ids=[9])
 MARK = f"environments-{uuid.uuid4()}"  # in the environment of every process that a pool starts, and of their children
@@ -199,8 +199,8 @@ def pool() -> Iterator[WorkerPool]:
 
 def run(
     pool: WorkerPool, ends: Sequence[str], name: str = "bad", *, retry: bool = True, **row: Any
-) -> list[Transcript]:
-    openings: list[Opening] = []
+) -> list[Trajectory]:
+    conversations: list[Conversation] = []
     for sample, end in enumerate(ends):
         first = Request(prefix_ids=(1,), sample_id=sample, seed=sample, sampling=SAMPLING)
         budget = pool.budget()
@@ -208,40 +208,40 @@ def run(
         def make(budget: Any = budget) -> Any:
             return pool.open(name, budget)
 
-        conversation = Conversation(make(), first, ConversationLimits(), again=make if retry else None)
-        openings.append(Opening(conversation, {"sample": sample, "end": end, **row}, 3))
+        sample_of_row = wanted(first, sample=sample, end=end, **row)
+        again = make if retry else None
+        conversations.append(Conversation(make(), sample_of_row, ConversationLimits(), again=again, seed=3))
     engine = FakeEngine(lambda request: (sum(request.prefix_ids) % 5, 9))
     engine.load_weights([], 0)
     with pool.executor() as executor:
-        return converse(openings, engine, executor=executor, limit=pool.workers)
+        return converse(conversations, engine, executor=executor, limit=pool.workers)
 
 
 @pytest.mark.nightly
 def test_each_kind_of_failure_costs_its_own_conversation_alone(pool: WorkerPool) -> None:
     kinds = [*ENDS, *HARMLESS]
     ends = [end for kind in kinds for end in ("well", "well", kind)]
-    clean, transcripts = run(pool, ["well"] * len(ends)), run(pool, ends)
-    for sample, (end, transcript, expected) in enumerate(zip(ends, transcripts, clean, strict=True)):
-        outcome = transcript.outcome
+    clean, trajectories = run(pool, ["well"] * len(ends)), run(pool, ends)
+    for sample, (end, trajectory, expected) in enumerate(zip(ends, trajectories, clean, strict=True)):
         if end in ENDS:
             failure = ENDS[end][1]
-            assert transcript.finish == FinishReason.FAILED and outcome.failure is not None
-            assert outcome.failure.startswith(failure) and outcome.reward is None
-            assert (outcome.metrics["retries"], outcome.metrics["failed"], len(transcript.row.turns)) == (1, 1, 2)
-            assert outcome.metrics["timeouts"] == {"hang": 2}.get(end, 0), "one for each try"
-            assert end != "raise" or "in <lambda>" in outcome.log
+            assert trajectory.finish == FinishReason.FAILED and trajectory.failure is not None
+            assert trajectory.failure.cause.startswith(failure) and trajectory.environment_reward is None
+            assert [trajectory.metrics[name] for name in ("retries", "failed", "turns")] == [1, 1, 2]
+            assert trajectory.metrics["timeouts"] == {"hang": 2}.get(end, 0), "one for each try"
+            assert end != "raise" or "in <lambda>" in trajectory.failure.traceback
         else:
-            assert (outcome.failure, outcome.reward, outcome.metrics["retries"]) == (None, sample + 0.5, 0)
-            assert transcript.row.response_ids == expected.row.response_ids
+            assert (trajectory.failure, trajectory.environment_reward) == (None, sample + 0.5)
+            assert trajectory.metrics["retries"] == 0
+            assert response_of(trajectory) == response_of(expected)
     assert nothing_is_left(*pool.pids())
 
 
 def test_a_second_try_begins_again_with_the_same_seeds(pool: WorkerPool, tmp_path: Path) -> None:
-    (transcript,), (clean,) = run(pool, ["well"], "once", file=str(tmp_path / "failed")), run(pool, ["well"])
-    assert (transcript.row.response_ids, transcript.finish) == (clean.row.response_ids, FinishReason.STOP)
-    assert [turn.request for turn in transcript.row.turns] == [turn.request for turn in clean.row.turns]
-    outcome = transcript.outcome
-    assert (outcome.reward, outcome.metrics["retries"], outcome.failure) == (0.5, 1, None)
+    (trajectory,), (clean,) = run(pool, ["well"], "once", file=str(tmp_path / "failed")), run(pool, ["well"])
+    assert (response_of(trajectory), trajectory.finish) == (response_of(clean), FinishReason.STOP)
+    assert [each.token_ids for each in trajectory.segments] == [each.token_ids for each in clean.segments]
+    assert (trajectory.environment_reward, trajectory.metrics["retries"], trajectory.failure) == (0.5, 1, None)
 
 
 def test_an_environment_in_messages_returns_plain_values_and_draws_by_its_seed(pool: WorkerPool) -> None:
@@ -262,7 +262,7 @@ def test_an_environment_in_messages_returns_plain_values_and_draws_by_its_seed(p
 
 
 def test_factories_are_sent_or_refused(pool: WorkerPool) -> None:
-    assert run(pool, ["well"], "lambda")[0].outcome.reward == 0.5
+    assert run(pool, ["well"], "lambda")[0].environment_reward == 0.5
     assert [pool.describe(name).begins_itself for name in ("messages", "bad")] == [True, True]
     lock = threading.Lock()
     with pytest.raises(ValueError, match="a factory for environment x that can be sent to another process, got"):
@@ -273,9 +273,9 @@ def test_factories_are_sent_or_refused(pool: WorkerPool) -> None:
 
 @pytest.mark.nightly
 def test_closing_ends_busy_workers_and_the_pool_can_be_used_again(pool: WorkerPool, tmp_path: Path) -> None:
-    transcripts: list[Transcript] = []
+    trajectories: list[Trajectory] = []
     row = {"retry": False, "file": str(tmp_path / "busy")}
-    thread = threading.Thread(target=lambda: transcripts.extend(run(pool, ["well"], "waits", **row)))
+    thread = threading.Thread(target=lambda: trajectories.extend(run(pool, ["well"], "waits", **row)))
     environment: Any = pool.open("bad", pool.budget())
     environment.reset({"sample": 0, "end": "well"}, 0)
     thread.start()
@@ -284,9 +284,10 @@ def test_closing_ends_busy_workers_and_the_pool_can_be_used_again(pool: WorkerPo
     with pytest.raises(CallError, match="the process was ended by SIGKILL in step"):
         environment.step((1,), FinishReason.STOP)
     thread.join(30)
-    assert transcripts[0].outcome.failure == "lost process: the process was ended by SIGKILL in step"
+    assert trajectories[0].failure is not None
+    assert trajectories[0].failure.cause == "lost process: the process was ended by SIGKILL in step"
     assert nothing_is_left()
-    assert run(pool, ["well"])[0].outcome.reward == 0.5
+    assert run(pool, ["well"])[0].environment_reward == 0.5
 
 
 def run_script(folder: Path, script: str) -> Fork:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_rl import FinishReason, Rollout
-from lightning_rl.environments import Conversation, TokenStep, Turn
-from lightning_rl.environments.driver import Opening
-from lightning_rl.generation import Completion, Request
+from lightning_rl.environments import Conversation, TokenStep
+from lightning_rl.generation import Completion
 from lightning_rl.rollout import TOKEN, TURN_REWARDS, segments_of, turn_numbers
+from lightning_rl.samples import Segment, Trajectory
 from lightning_rl.signal.discounted_returns import gae
 
 
@@ -131,19 +131,12 @@ def moved_rewards(rollout: Rollout, place: Callable[[int, Tensor], int]) -> Roll
     return rollout.replace(token_extras={**rollout.token_extras, TURN_REWARDS: moved})
 
 
-def last_turn_lost(original: Any, self: Any, asked: Any, transcripts: Sequence[Any], **options: Any) -> Rollout:
-    short = [
-        dataclasses.replace(
-            one,
-            row=dataclasses.replace(
-                one.row, turns=(*one.row.turns[:-2], dataclasses.replace(one.row.turns[-2], reply=()))
-            ),
-        )
-        if len(one.row.turns) > 2
-        else one
-        for one in transcripts
-    ]
-    return original(self, asked, short, **options)
+def last_turn_lost(original: Any, self: Any, samples: Sequence[Trajectory], **options: Any) -> Rollout:
+    def cut(one: Trajectory) -> Trajectory:
+        answers = [place for place, segment in enumerate(one.segments) if segment.sampled]
+        return dataclasses.replace(one, segments=one.segments[: answers[-2] + 1]) if len(answers) > 2 else one
+
+    return original(self, list(map(cut, samples)), **options)
 
 
 # Conversations.
@@ -168,7 +161,7 @@ def encoded_again(original: Any, self: Any, completion: Completion) -> None:
 
 
 def rendered_prefix(original: Any, self: Any, prefix: tuple[int, ...]) -> None:
-    bridge, close = self._partner._bridge, self._first.eos_token_ids  # noqa: SLF001
+    bridge, close = self._partner._bridge, self._wanted.request.eos_token_ids  # noqa: SLF001
     original(self, prefix_with(self, lambda ids, _: retokenised(bridge.tokenizer, ids, close)) or prefix)
 
 
@@ -178,44 +171,47 @@ def prefix_without_ends(original: Any, self: Conversation, prefix: tuple[int, ..
 
 def prefix_with(self: Conversation, change: Callable[[tuple[int, ...], bool], tuple[int, ...]]) -> tuple[int, ...]:
     """Return the prefix of the next turn with changed answers."""
-    turns = self._row.turns
+    segments = self._made.segments
     parts = [
-        (*change(turn.completion.token_ids, number == len(turns) - 1), *turn.reply) for number, turn in enumerate(turns)
+        change(segment.token_ids, number == len(segments) - 1) if segment.sampled else segment.token_ids
+        for number, segment in enumerate(segments)
     ]
-    return (*self._row.prompt_ids, *(token for part in parts for token in part))
+    return (*self._made.request.prefix_ids, *(token for part in parts for token in part), *self._read)
 
 
 def without_ends(original: Any, self: Conversation, completion: Completion) -> None:
     ids, logprobs = completion.token_ids, completion.logprobs
-    if len(ids) > 1 and ids[-1] in self._first.eos_token_ids and logprobs is not None:
+    if len(ids) > 1 and ids[-1] in self._wanted.request.eos_token_ids and logprobs is not None:
         completion = dataclasses.replace(completion, token_ids=ids[:-1], logprobs=logprobs[:-1])
     original(self, completion)
 
 
-def exchanged(original: Any, self: Conversation, turn: Turn, step: TokenStep) -> None:
+def exchanged(original: Any, self: Conversation, *answered: Any) -> None:
+    *answer, step = answered
     told, HEARD[:] = list(HEARD), [step.token_ids]
-    if self._first.sample_id % 2 and told and told[0] and not step.done:
+    if self._wanted.request.sample_id % 2 and told and told[0] and not step.done:
         step = dataclasses.replace(step, token_ids=told[0])
-    original(self, turn, step)
+    original(self, *answer, step)
 
 
 HEARD: list[Any] = []
 
 
-def keeping_reply(original: Any, self: Any, turn: Turn, step: TokenStep) -> None:
-    self.said = tuple(step.token_ids)
-    original(self, turn, step)
+def keeping_reply(original: Any, self: Any, *answered: Any) -> None:
+    self.said = tuple(answered[-1].token_ids)
+    original(self, *answered)
 
 
 def appended_cut(original: Any, self: Any, finish: FinishReason) -> None:
-    if finish == FinishReason.LENGTH and self._row.turns and not self._row.turns[-1].reply:
-        last = dataclasses.replace(self._row.turns[-1], reply=self.said[:3])
-        self._row = dataclasses.replace(self._row, turns=(*self._row.turns[:-1], last))
+    segments = self._made.segments
+    if finish == FinishReason.LENGTH and segments:
+        cut = Segment(token_ids=self.said[:3], parent=len(segments) - 1)
+        self._made = dataclasses.replace(self._made, segments=(*segments, cut))
     original(self, finish)
 
 
 def stepping_twice(original: Any, self: Conversation, completion: Completion) -> None:
-    if self._first.sample_id % 4 == 0 and not self._row.turns:
+    if self._wanted.request.sample_id % 4 == 0 and not self._turns:
         self._partner.step(completion.token_ids, completion.finish)
     original(self, completion)
 
@@ -226,7 +222,7 @@ def last_reward_alone(original: Any, self: Conversation, *arguments: Any) -> Non
 
 
 def failed_as_zero(original: Any, self: Conversation, finish: FinishReason, failure: Any = None) -> None:
-    if finish == FinishReason.FAILED and self._row.turns:
+    if finish == FinishReason.FAILED and self._turns:
         self._rewards = [0.0]
         finish, failure = FinishReason.STOP, None
     original(self, finish, failure)
@@ -234,7 +230,8 @@ def failed_as_zero(original: Any, self: Conversation, finish: FinishReason, fail
 
 def other_seeds(original: Any, self: Conversation, error: BaseException) -> None:
     if not self._retries:
-        self._first = dataclasses.replace(self._first, seed=self._first.seed ^ 1)
+        request = self._wanted.request
+        self._wanted = dataclasses.replace(self._wanted, request=dataclasses.replace(request, seed=request.seed ^ 1))
     original(self, error)
 
 
@@ -248,13 +245,14 @@ def turns_as_stop(original: Any, self: Conversation, finish: FinishReason) -> No
     original(self, FinishReason.STOP if finish == FinishReason.TURNS else finish)
 
 
-def a_turn_more(original: Any, self: Conversation, environment: Any, first: Request, limits: Any, *rest: Any) -> None:
-    original(self, environment, first, dataclasses.replace(limits, turns=limits.turns + 1), *rest)
+def a_turn_more(original: Any, self: Conversation, *given: Any, **options: Any) -> None:
+    environment, wanted, limits, *rest = given
+    original(self, environment, wanted, dataclasses.replace(limits, turns=limits.turns + 1), *rest, **options)
 
 
 def room_of_all_words(original: Any, self: Conversation, prefix: Sequence[int]) -> int:
-    said = len(prefix) - len(self._row.prompt_ids) - self._drawn
-    return min(original(self, prefix), self._first.sampling.max_new_tokens - self._drawn - said)
+    said = len(prefix) - len(self._made.request.prefix_ids) - self._drawn
+    return min(original(self, prefix), self._wanted.request.sampling.max_new_tokens - self._drawn - said)
 
 
 def room_for_whole_budget(original: Any, self: Conversation, prefix: Sequence[int]) -> int:
@@ -273,16 +271,19 @@ def two_answers_exchanged(original: Any, exchange: Any, requests: Any, completio
     original(exchange, requests, given)
 
 
-def row_of_the_sample_before(opening: Opening, *_: Any) -> Opening:
-    before, ROW[:] = list(ROW), [opening.row]
-    return opening._replace(row=before[0]) if before else opening
+def row_of_the_sample_before(conversation: Conversation, *_: Any) -> Conversation:
+    before, ROW[:] = list(ROW), [conversation._row]  # noqa: SLF001
+    if before:
+        conversation._row = before[0]  # noqa: SLF001
+    return conversation
 
 
 ROW: list[Any] = []
 
 
-def seeded_by_sample(opening: Opening, _: Any, __: Any, request: Request) -> Opening:
-    return opening._replace(seed=request.seed)
+def seeded_by_sample(conversation: Conversation, *_: Any) -> Conversation:
+    conversation._seed = conversation._wanted.request.seed  # noqa: SLF001
+    return conversation
 
 
 def cut_as_whole(original: Any, self: Any, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
@@ -335,9 +336,8 @@ def never_sanitized(self: Any, messages: Any, **options: Any) -> list[int]:
 # Rewards, advantages, figures.
 
 
-def whole_rows(answers: Any, self: Any, samples: Any) -> list[list[int]]:
-    rows, lengths = samples.rows.response_ids.tolist(), samples.rows.response_lengths.tolist()
-    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+def whole_row(self: Trajectory) -> tuple[int, ...]:
+    return tuple(token for segment in self.segments for token in segment.token_ids)
 
 
 def rewards_of_the_row_above(columns: Any, *_: Any) -> Any:

@@ -1,15 +1,50 @@
 """Rows of a rollout from conversations, by a second way than `Rollout.of`; tests compare the two."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, zip_longest
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_rl.environments import ConversationRow, Turn
 from lightning_rl.fields import Ragged
+from lightning_rl.generation import Completion, Request
 from lightning_rl.rollout import ROUTES, TURN_REWARDS, FinishReason, Rollout, pad_lists, pad_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """An answer of the policy and the environment's reply, which may be the whole prefix of the next turn."""
+
+    request: Request
+    completion: Completion
+    reply: tuple[int, ...] = ()
+    rewrites: bool = False
+    reward: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversationRow:
+    """The turns of a row behind the prefix of the first one."""
+
+    prompt_ids: tuple[int, ...]
+    turns: tuple[Turn, ...] = ()
+
+    @property
+    def response_ids(self) -> tuple[int, ...]:
+        """Token ids after the prompt."""
+        return tuple(token for turn in self.turns for token in (*turn.completion.token_ids, *turn.reply))
+
+    @property
+    def turn_numbers(self) -> tuple[int, ...]:
+        """Turn of each response token, from 1; 0 for replies, minus the previous turn for a rewritten prefix."""
+        numbers: list[int] = []
+        for turn in self.turns:
+            number = turn.request.turn + 1
+            numbers += [number] * len(turn.completion.token_ids)
+            numbers += [-number if turn.rewrites else 0] * len(turn.reply)
+        return tuple(numbers)
 
 
 def lay_out(

@@ -11,6 +11,28 @@ from typing_extensions import override
 from kit.support import EOS, tiny_module
 from lightning_rl import FinishReason, RLLightningModule, Rollout
 from lightning_rl.environments import EnvironmentReward, TokenEnvironment, TokenStep
+from lightning_rl.generation import Request
+from lightning_rl.samples import Prompt, Trajectory
+
+
+def wanted(request: Request, **columns: Any) -> Trajectory:
+    """A sample that has not begun, of a row with some columns."""
+    return Trajectory(prompt=Prompt(request.sample_id, request.prefix_ids, "?", columns), request=request)
+
+
+def response_of(trajectory: Trajectory) -> tuple[int, ...]:
+    """The token ids after the prompt."""
+    return tuple(token for segment in trajectory.segments for token in segment.token_ids)
+
+
+def turn_numbers_of(trajectory: Trajectory) -> tuple[int, ...]:
+    """The turn of each token after the prompt, from 1; 0 for replies, minus the turn before for a new context."""
+    numbers, turn = list[int](), 0
+    for segment in trajectory.segments:
+        turn += segment.sampled
+        number = turn if segment.sampled else 0 if segment.parent is not None else -turn
+        numbers += [number] * len(segment.token_ids)
+    return tuple(numbers)
 
 
 class Talk(TokenEnvironment):

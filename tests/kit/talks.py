@@ -7,11 +7,12 @@ from typing import Any
 
 from typing_extensions import override
 
-from kit.conversations import Talk
+from kit.conversations import Talk, response_of, wanted
 from kit.vllm_models import prompts_of
 from lightning_rl import FinishReason, SamplingParams
-from lightning_rl.environments import Conversation, ConversationLimits, Opening, TokenStep, Transcript
+from lightning_rl.environments import Conversation, ConversationLimits, TokenStep
 from lightning_rl.generation import Request
+from lightning_rl.samples import Trajectory
 
 TURNS = 6
 What = list[tuple[tuple[int, ...], FinishReason, list[list[float]]]]
@@ -38,30 +39,27 @@ class Echo(Talk):
         return TokenStep(token_ids=[2 + (self.seed + sum(token_ids)) % 100, 5])
 
 
-def openings(number: int = 16, *, pause: float = 0.0, **options: Any) -> list[Opening]:
+def openings(number: int = 16, *, pause: float = 0.0, **options: Any) -> list[Conversation]:
     """Conversations of :data:`TURNS` turns of up to 16 tokens; ``options`` are those of SamplingParams."""
     known: dict[str, Any] = {"max_new_tokens": 100, "temperature": 1.0, "eos_token_ids": range(1, 12), **options}
     return [
-        Opening(
-            Conversation(
-                Echo(pause=pause),
-                Request(prefix_ids=tuple(ids), sample_id=n, seed=1000 + n, sampling=SamplingParams(**known)),
-                ConversationLimits(turns=TURNS, turn_tokens=16, length=256),
-            ),
-            {},
-            n,
+        Conversation(
+            Echo(pause=pause),
+            wanted(Request(prefix_ids=tuple(ids), sample_id=n, seed=1000 + n, sampling=SamplingParams(**known))),
+            ConversationLimits(turns=TURNS, turn_tokens=16, length=256),
+            seed=n,
         )
         for n, ids in enumerate(prompts_of(number, 60))
     ]
 
 
-def what_was_said(transcripts: Sequence[Transcript]) -> What:
+def what_was_said(trajectories: Sequence[Trajectory]) -> What:
     """Everything that a driver could change: ids, ends, log-probabilities."""
     return [
         (
-            each.row.response_ids,
+            response_of(each),
             each.finish,
-            [turn.completion.logprobs.tolist() for turn in each.row.turns if turn.completion.logprobs is not None],
+            [segment.logprobs.tolist() for segment in each.segments if segment.logprobs is not None],
         )
-        for each in transcripts
+        for each in trajectories
     ]

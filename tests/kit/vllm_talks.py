@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from kit.conversations import Talk
+from kit.conversations import Talk, response_of, turn_numbers_of, wanted
 from kit.engine_requests import launch
 from kit.vllm_models import VOCABULARY, a_model, prompts_of, synced
 from kit.vllm_rank import an_engine
 from lightning_rl import FinishReason, SamplingParams
-from lightning_rl.environments import Conversation, ConversationLimits, Opening, TokenStep, converse
+from lightning_rl.environments import Conversation, ConversationLimits, TokenStep, converse
 from lightning_rl.generation import Request
 from lightning_rl.generation.validate_completions import Answers
 
@@ -38,11 +38,11 @@ class Counting(Talk):
         return TokenStep(token_ids=[3 + self.left]) if self.left else TokenStep(done=True)
 
 
-def opening(number: int, ids: Sequence[int]) -> Opening:
+def opening(number: int, ids: Sequence[int]) -> Conversation:
     """One conversation."""
     sampling = SamplingParams(max_new_tokens=40, eos_token_ids=range(1, 12))
     first = Request(prefix_ids=tuple(ids), sample_id=number, seed=number, sampling=sampling)
-    return Opening(Conversation(Counting(), first, ConversationLimits(turn_tokens=8, length=256)), {}, number)
+    return Conversation(Counting(), wanted(first), ConversationLimits(turn_tokens=8, length=256), seed=number)
 
 
 def main(folder: Path, ranks: int) -> None:
@@ -59,8 +59,8 @@ def main(folder: Path, ranks: int) -> None:
     said: list[Any] = []
     for mine in (every, every) if ranks == 1 else (every[:-1], every) if rank == 0 else (every[-1:], []):
         answers = Answers(engine, logprobs=True, vocabulary=VOCABULARY)
-        transcripts = converse([opening(*one) for one in mine], engine, logprobs=True, answers=answers)
-        said.append([(each.row.response_ids, each.row.turn_numbers, int(each.finish)) for each in transcripts])
+        trajectories = converse([opening(*one) for one in mine], engine, logprobs=True, answers=answers)
+        said.append([(response_of(each), turn_numbers_of(each), int(each.finish)) for each in trajectories])
     torch.save(said, folder / f"{ranks}-{rank}.pt")
     engine.close()
     if ranks > 1:

@@ -21,6 +21,8 @@ from lightning_rl.callbacks import AdaptiveKL, DynamicSampling, TruncatedIS
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.generation import Completion, EngineState, Request
 from lightning_rl.rollouts import prefetch
+from lightning_rl.rollouts.prefetch import pending_from_state
+from lightning_rl.samples import Prompt
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*pre-optimization state.*:UserWarning",  # Lightning, of every checkpoint under manual optimization
@@ -191,6 +193,16 @@ def test_a_rollout_that_failed_is_saved_as_its_prompts_and_drawn_anew(tmp_path: 
     assert [rollout.groups.unique().tolist() for rollout in seen] == [[4, 5, 6, 7], [8, 9, 10, 11]]
     versions = [rollout.policy_version[rollout.action_mask].unique().tolist() for rollout in seen]
     assert versions == [[1], [1]]
+
+
+def test_samples_ahead_of_an_older_checkpoint_are_refused_and_prompts_ahead_load() -> None:
+    states: list[dict[str, Any]] = [{"rollout": number, "places": [3], "samples": None} for number in (2, 3)]
+    (loaded, _) = pending_from_state(states, lambda places: [Prompt(index, (2,), "?", {}) for index in places]).values()
+    assert [prompt.index for prompt in loaded.prompts] == [3] and loaded.samples is None
+    states[1]["samples"] = {"samples": {}, "greedy": None, "outcomes": []}
+    message = r"expected trajectories of rollout 3, .* in the form of lightning-rl 0.1.0: end the run with that version"
+    with pytest.raises(ValueError, match=message):
+        pending_from_state(states, lambda _: [], "0.1.0")
 
 
 def test_an_error_of_the_trainer_waits_for_the_thread_and_closes_the_engine() -> None:

@@ -1,18 +1,19 @@
 """Trajectories: the tree of their segments, and rows of a rollout with the bits of `lay_out`."""
 
+import io
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from kit.collate import lay_out
+from kit.collate import ConversationRow, Turn, lay_out
 
 from lightning_rl import FinishReason, Rollout, SamplingParams
-from lightning_rl.environments import ConversationRow, Outcome, Transcript, Turn
 from lightning_rl.generation import Completion, Request
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK
-from lightning_rl.samples import PROMPT, Prompt, Trajectory
+from lightning_rl.samples import PROMPT, Failure, Prompt, Segment, Trajectory
+from lightning_rl.samples.trajectory_state import state_of_trajectories, trajectories_of_state
 
 Written = tuple[Sequence[int], Sequence[int], bool, float | None]
 """Sampled ids of a turn, the reply, True if it is a new context, and the reward."""
@@ -37,12 +38,14 @@ def routes(number: int) -> torch.Tensor:
     return torch.randint(9, (number, 2, 2), dtype=torch.uint8)
 
 
-def transcript_of(
-    prompt: Sequence[int], turns: Sequence[Written], sample: int, finish: FinishReason, *, logprobs: bool, mixed: bool
-) -> Transcript:
-    """A conversation with random values of every kind."""
-    made, prefix = list[Turn](), tuple(prompt)
-    for number, (ids, reply, rewrites, reward) in enumerate(turns):
+def conversation_of(
+    prompt: Sequence[int], written: Sequence[Written], sample: int, finish: FinishReason, *, logprobs: bool, mixed: bool
+) -> tuple[ConversationRow, Trajectory]:
+    """A conversation with random values of every kind, as turns and as segments."""
+    row = Prompt(7 + sample, tuple(prompt), "", {})
+    turns, made = list[Turn](), Trajectory(prompt=row, request=request_of(prompt, sample, 0))
+    prefix, parent, read = tuple(prompt), PROMPT, ()
+    for number, (ids, reply, rewrites, reward) in enumerate(written):
         extras = {ROUTES: routes(len(ids)), SAMPLING_MASK: torch.randint(9, (len(ids), 3))}
         completion = Completion(
             token_ids=tuple(ids), logprobs=-torch.rand(len(ids)) if logprobs else None, finish=FinishReason.STOP,
@@ -50,11 +53,15 @@ def transcript_of(
             prompt_extras={ROUTES: routes(len(prefix))},
         )  # fmt: skip
         request = request_of(prefix, sample, number)
-        made.append(Turn(request=request, completion=completion, reply=tuple(reply), rewrites=rewrites, reward=reward))
+        turns.append(Turn(request=request, completion=completion, reply=tuple(reply), rewrites=rewrites, reward=reward))
+        *before, answer = made.extend(parent, read, completion).segments
+        last = replace(answer, reward=reward)
+        made = replace(made.extend(parent, read, completion), segments=(*before, last))
         prefix = tuple(reply) if rewrites else (*prefix, *ids, *reply)
-    row = ConversationRow(prompt_ids=tuple(prompt), turns=tuple(made))
-    outcome = Outcome(answer=made[-1].completion.token_ids if made else (), messages=({"role": "user"},), reward=1.0)
-    return Transcript(row=row, finish=finish, outcome=outcome)
+        parent, read = None if rewrites else len(before), tuple(reply)
+    rest = (Segment(token_ids=read, parent=parent),) if read else ()
+    made = replace(made, segments=(*made.segments, *rest), finish=finish)
+    return ConversationRow(prompt_ids=tuple(prompt), turns=tuple(turns)), made
 
 
 def row_of(trajectory: Trajectory) -> ConversationRow:
@@ -108,20 +115,19 @@ def test_rows_of_trajectories_are_those_of_conversations(
 ) -> None:
     torch.manual_seed(0)
     options: Any = {"dtype": torch.float32, "recorded": recorded, "logprobs": logprobs, "turns": turns}
-    transcripts, trajectories = list[Transcript](), list[Trajectory]()
-    for place, (written, finish) in enumerate(conversations):
-        prompt = Prompt(7 + place, (3, 4, 5)[: 1 + place], "", {})
-        transcripts.append(transcript_of(prompt.token_ids, written, place, finish, logprobs=logprobs, mixed=mixed))
-        trajectories.append(transcripts[-1].trajectory(prompt, request_of(prompt.token_ids, place, 0)))
+    made = [
+        conversation_of((3, 4, 5)[: 1 + place], written, place, finish, logprobs=logprobs, mixed=mixed)
+        for place, (written, finish) in enumerate(conversations)
+    ]
+    trajectories = [trajectory for _, trajectory in made]
 
     def laid_out(rows: Sequence[ConversationRow]) -> dict[str, Any]:
-        groups, finishes = [7 + place for place in range(len(rows))], [each.finish for each in transcripts]
+        groups, finishes = [7 + place for place in range(len(rows))], [each.finish for each in trajectories]
         return bits_of(lay_out(rows, groups=groups, sample_ids=range(len(rows)), finish=finishes, **options))
 
-    expected = laid_out([each.row for each in transcripts])
+    expected = laid_out([row for row, _ in made])
     assert bits_of(Rollout.of(trajectories, **options)) == expected
     assert laid_out([row_of(each) for each in trajectories]) == expected
-    assert [each.messages for each in trajectories] == [each.outcome.messages for each in transcripts]
 
 
 @pytest.mark.parametrize(
@@ -134,16 +140,13 @@ def test_rows_of_trajectories_are_those_of_conversations(
     ids=["one turn", "replies", "contexts"],
 )
 def test_branches_run_from_a_root_to_a_leaf(written: list[Written], parents: Any, branches: Any) -> None:
-    transcript = transcript_of((3, 4), written, 30, FinishReason.STOP, logprobs=False, mixed=False)
-    prompt = Prompt(index=7, token_ids=(3, 4), content="", columns={})
-    trajectory = transcript.trajectory(prompt, request_of((3, 4), 30, 0))
+    _, trajectory = conversation_of((3, 4), written, 30, FinishReason.STOP, logprobs=False, mixed=False)
     assert [segment.parent for segment in trajectory.segments] == parents
     assert trajectory.branches() == branches
 
 
 def test_two_answers_to_one_segment_are_two_branches() -> None:
-    transcript = transcript_of((3, 4), REPLIES[:2], 30, FinishReason.STOP, logprobs=False, mixed=False)
-    trajectory = transcript.trajectory(Prompt(7, (3, 4), "", {}), request_of((3, 4), 30, 0))
+    _, trajectory = conversation_of((3, 4), REPLIES[:2], 30, FinishReason.STOP, logprobs=False, mixed=False)
     forked = trajectory.extend(1, (), Completion(token_ids=(8,), logprobs=None, finish=FinishReason.LENGTH, version=1))
     assert (forked.branches(), forked.finish) == ([(0, 1, 2), (0, 1, 3)], FinishReason.LENGTH)
 
@@ -155,3 +158,25 @@ def test_a_segment_without_the_extras_of_its_engine_is_refused() -> None:
         Rollout.of([trajectory], recorded={SAMPLING_MASK})
     with pytest.raises(ValueError, match="expected a value for each of 2 sampled tokens from the engine, got 0"):
         Rollout.of([trajectory], logprobs=True)
+
+
+def test_trajectories_are_restored_from_flat_tensors_and_one_text() -> None:
+    written = [REPLIES, CONTEXTS, [], SILENT, ONE]
+    ended = {"metrics": {"turns": 2.0}, "seconds": 0.125, "environment": "shop", "opening": 1, "baseline": True}
+    made = [
+        replace(
+            conversation_of((3, 4, 5), turns, place, TURNS, logprobs=place != 4, mixed=True)[1],
+            messages=({"role": "user", "content": [{"type": "text"}]},), environment_reward=0.1 + 0.2,
+            failure=Failure((), "OSError: gone", "in step") if place == 2 else None, **ended,
+        )
+        for place, turns in enumerate(written)
+    ]  # fmt: skip
+    state = state_of_trajectories(made)
+    assert len(state) < 10 and isinstance(state["text"], str)
+    saved = io.BytesIO()
+    torch.save(state, saved)
+    saved.seek(0)
+    found = trajectories_of_state(torch.load(saved, weights_only=True), [each.prompt for each in made])
+    assert list(map(repr, found)) == list(map(repr, made))
+    options: Any = {"recorded": {ROUTES, SAMPLING_MASK}, "turns": True}
+    assert bits_of(Rollout.of(found, **options)) == bits_of(Rollout.of(made, **options))

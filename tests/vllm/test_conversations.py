@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from kit.conversations import response_of, wanted
 from kit.support import tiny_tokenizer
 from kit.talks import TURNS, Echo, What, openings, what_was_said
 from kit.vllm_models import VOCABULARY, Starter, a_model, synced, worst
@@ -15,13 +16,12 @@ from lightning_rl import Engine, EngineError, FinishReason, SamplingParams, VLLM
 from lightning_rl.environments import (
     Conversation,
     ConversationLimits,
-    Opening,
     TokenStep,
-    Transcript,
     converse,
 )
 from lightning_rl.generation import Request
 from lightning_rl.generation.validate_completions import Answers
+from lightning_rl.samples import Trajectory
 
 
 @pytest.fixture
@@ -29,22 +29,22 @@ def engine(start_engine: Starter) -> VLLMEngine:
     return synced(start_engine(a_model()), a_model())
 
 
-def in_rounds(engine: VLLMEngine, talks: list[Opening]) -> list[Transcript]:
-    """The transcripts on the schedule of the base class, which generates in rounds."""
+def in_rounds(engine: VLLMEngine, talks: list[Conversation]) -> list[Trajectory]:
+    """The trajectories on the schedule of the base class, which generates in rounds."""
     with patch.object(type(engine), "_converse", Engine._converse):  # noqa: SLF001
         return converse(talks, engine, logprobs=True)
 
 
-def held(engine: VLLMEngine, talks: list[Opening], **options: Any) -> What:
+def held(engine: VLLMEngine, talks: list[Conversation], **options: Any) -> What:
     answers = Answers(engine, logprobs=True, vocabulary=VOCABULARY)
     return what_was_said(converse(talks, engine, logprobs=True, answers=answers, **options))
 
 
 def test_samples_equal_those_of_rounds_for_any_schedule(engine: VLLMEngine) -> None:
-    rounds = in_rounds(engine, openings())
-    expected = what_was_said(rounds)
+    conversations = openings()
+    expected = what_was_said(in_rounds(engine, conversations))
     assert {len(scores) for _, _, scores in expected} >= {TURNS} and len({ids for ids, *_ in expected}) == 16
-    pairs = [pair for each in rounds for pair in each.pairs]
+    pairs = [pair for each in conversations for pair in each.pairs]
     assert len({len(completion.token_ids) for _, completion in pairs}) > 5
     assert worst(a_model(), [request for request, _ in pairs], [completion for _, completion in pairs]) < 1e-4
     assert held(engine, openings()) == expected
@@ -61,18 +61,19 @@ def test_samples_equal_those_of_rounds_for_any_schedule(engine: VLLMEngine) -> N
 def test_a_turn_begins_while_others_generate(engine: VLLMEngine) -> None:
     heard: list[int] = []
 
-    def opening(number: int, tokens: int) -> Opening:
+    def opening(number: int, tokens: int) -> Conversation:
         sampling = SamplingParams(max_new_tokens=80, eos_token_ids=())
         first = Request(prefix_ids=(5, 6, number), sample_id=number, seed=number, sampling=sampling)
-        return Opening(Conversation(Echo(heard), first, ConversationLimits(turns=4, turn_tokens=tokens)), {}, number)
+        limits = ConversationLimits(turns=4, turn_tokens=tokens)
+        return Conversation(Echo(heard), wanted(first), limits, seed=number)
 
     converse([opening(7, 60), opening(8, 2), opening(9, 5)], engine)
     assert heard == [8, 8, 9, 8, 8, 9, 9, 9, 7, 7], "and the long one ends for its 80 tokens in its second turn"
 
 
 def test_tokens_behind_a_turn_come_out_of_the_prefix_cache(engine: VLLMEngine) -> None:
-    (transcript,) = converse(openings(1, eos_token_ids=()), engine)
-    whole = [*transcript.row.prompt_ids, *transcript.row.response_ids]
+    (trajectory,) = converse(openings(1, eos_token_ids=()), engine)
+    whole = [*trajectory.request.prefix_ids, *response_of(trajectory)]
     once = engine._sampling_params({"temperature": 0.0, "seed": 0, "max_tokens": 1, "detokenize": False})  # noqa: SLF001
     (output,) = engine._generate([whole], [once])  # noqa: SLF001
     assert len(whole) > 96 and output.num_cached_tokens >= len(whole) // 32 * 32 - 32
@@ -83,13 +84,12 @@ def test_stop_strings_end_turns_as_in_rounds(start_engine: Starter) -> None:
     engine = synced(start_engine(model, tiny_tokenizer()), model)
     options: dict[str, Any] = {"stop": ("d", "a b"), "eos_token_ids": (1,)}
 
-    def talks() -> list[Opening]:
-        prompts = [tuple(1 + token % 15 for token in each.conversation._first.prefix_ids) for each in openings()]  # noqa: SLF001
+    def talks() -> list[Conversation]:
+        prompts = [tuple(1 + token % 15 for token in each._wanted.request.prefix_ids) for each in openings()]  # noqa: SLF001
         sampling = SamplingParams(max_new_tokens=40, **options)
         firsts = [Request(prefix_ids=ids, sample_id=n, seed=n, sampling=sampling) for n, ids in enumerate(prompts)]
-        return [
-            Opening(Conversation(Word(), each, ConversationLimits(turns=4, turn_tokens=10)), {}, 0) for each in firsts
-        ]
+        limits = ConversationLimits(turns=4, turn_tokens=10)
+        return [Conversation(Word(), wanted(each), limits) for each in firsts]
 
     expected = what_was_said(in_rounds(engine, talks()))
     assert any(len(turn) < 10 for _, _, turns in expected for turn in turns)
@@ -116,15 +116,15 @@ class Broken(Echo):
 def test_a_failure_leaves_no_request_behind(engine: VLLMEngine, how: str) -> None:
     expected = held(engine, openings())
     talks = openings()
-    first = talks[3].conversation._first  # noqa: SLF001
+    first = talks[3]._wanted.request  # noqa: SLF001
     if how == "environment":
-        talks[3] = Opening(Conversation(Broken(), first, ConversationLimits()), {}, 3)
+        talks[3] = Conversation(Broken(), wanted(first), ConversationLimits(), seed=3)
         with pytest.raises(KeyboardInterrupt, match="enough"):
             converse(talks, engine)
     elif how == "request":
-        talks[3] = Opening(Conversation(Echo(), first, ConversationLimits(turn_tokens=None, turns=3)), {}, 3)
+        talks[3] = Conversation(Echo(), wanted(first), ConversationLimits(turn_tokens=None, turns=3), seed=3)
         long = Request(prefix_ids=(5,) * 200, sample_id=3, seed=3, sampling=first.sampling)
-        talks[3] = Opening(Conversation(Echo(), long, ConversationLimits(turns=3)), {}, 3)
+        talks[3] = Conversation(Echo(), wanted(long), ConversationLimits(turns=3), seed=3)
         with pytest.raises(ValueError, match=r"within 256 tokens, got 200 \+ 100 for sample 3"):
             converse(talks, engine)
     else:

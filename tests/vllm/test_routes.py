@@ -32,7 +32,9 @@ def test_every_token_has_the_route_that_the_trainer_would_choose() -> None:
     requests = requests_for([*prompts_of(20), *shared], eos_token_ids=[EOS, *range(20, 40)])
     for version in range(2):
         drawn = list(zip(requests, synced(engine, model, version).generate(requests), strict=True))
-        turns = [pair for each in converse(openings(6), engine) for pair in each.pairs]
+        conversations = openings(6)
+        converse(conversations, engine)
+        turns = [pair for each in conversations for pair in each.pairs]
         assert len(turns) > 30
         for request, completion in [*drawn, *turns]:
             ids = [*request.prefix_ids, *completion.token_ids]

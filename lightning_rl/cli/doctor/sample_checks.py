@@ -4,7 +4,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from lightning_rl.rewards.scoring import return_alone
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.first_sample import first_sample
 from lightning_rl.rollouts.logprob_passes import add_logprobs
-from lightning_rl.samples import Rows
+from lightning_rl.samples import Rows, Trajectory
 from lightning_rl.utils.finding import Finding
 
 MAX_TRUNCATED, MAX_FLAT, MAX_MISSING = 0.5, 0.9, 0.1
@@ -34,6 +34,7 @@ class CheckedSamples:
     Attributes:
         module: Module with the policy.
         rollout: Rows without rewards.
+        trajectories: Samples of the rows.
         arguments: Arguments of rewards, with the columns of an environment.
         seconds: Duration of generation in seconds.
         limit: Timeout in seconds of a reward for all rows.
@@ -41,6 +42,7 @@ class CheckedSamples:
 
     module: RLLightningModule
     rollout: Rollout
+    trajectories: Sequence[Trajectory]
     arguments: Rows
     seconds: float
     limit: float
@@ -52,19 +54,19 @@ def draw_samples(module: RLLightningModule, number: int, limit: float) -> Checke
     prompts, begin = module.data_module.take(number), time.perf_counter()
     nothing = Rewards({"none": lambda prompts, *_, **__: [0.0] * len(prompts)})
     sampler = replace(module.sampler, rewards=nothing, corrections=Corrections(), greedy_baseline=False)
-    drawn = sampler.generate_together(sampler.requests(prompts, 0, baseline=False))
+    drawn = sampler.generate_together(sampler.open(prompts, 0), logprobs=sampler.reads_logprobs(0))
     rollout, *_ = sampler.score(drawn)
-    report_environments(drawn.outcomes, None)
+    report_environments(drawn.trajectories, None)
     seconds = time.perf_counter() - begin
-    arguments = sampler.reward_arguments(drawn)
+    arguments = sampler.reward_arguments(drawn.trajectories)
     pairs = zip(arguments["prompts"], arguments["completions"], strict=True)
     arguments["completions"] = [completion_form(prompt, text) for prompt, text in pairs]
-    return CheckedSamples(module, rollout, Rows(**arguments), seconds, limit)
+    return CheckedSamples(module, rollout, drawn.trajectories, Rows(**arguments), seconds, limit)
 
 
 def first_texts(samples: CheckedSamples) -> Iterator[Finding]:
     """Show one prompt and one response with their control tokens."""
-    for name, text in first_sample(samples.rollout, samples.module.options.tokenizer):
+    for name, text in first_sample(samples.trajectories, samples.module.options.tokenizer):
         yield fact(name, text)
 
 

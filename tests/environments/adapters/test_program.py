@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from kit.conversations import response_of, turn_numbers_of, wanted
 from kit.programs import Ask, ScriptedProgram
 
 from lightning_rl import FakeEngine, FinishReason, SamplingParams
-from lightning_rl.environments import Conversation, ConversationLimits, Opening, Transcript, converse
+from lightning_rl.environments import Conversation, ConversationLimits, converse
 from lightning_rl.environments.adapters.program import ProgramEnvironment, ProgramResult
 from lightning_rl.generation import Request, turn_seed
+from lightning_rl.samples import Trajectory
 
 EOS = 9
 FIRST = Request(
@@ -19,8 +21,8 @@ FIRST = Request(
 )
 
 
-def held(script: Callable[[Ask], ProgramResult], seconds: float = 10.0, **limits: Any) -> tuple[Transcript, Any]:
-    """Return the transcript of a conversation whose turn k samples (20 + k, EOS)."""
+def held(script: Callable[[Ask], ProgramResult], seconds: float = 10.0, **limits: Any) -> tuple[Trajectory, Any]:
+    """Return the trajectory of a conversation whose turn k samples (20 + k, EOS)."""
     programs: list[ScriptedProgram] = []
 
     def make() -> ProgramEnvironment:
@@ -29,10 +31,10 @@ def held(script: Callable[[Ask], ProgramResult], seconds: float = 10.0, **limits
 
     engine = FakeEngine(lambda request: (20 + request.turn, EOS))
     engine.load_weights([], 0)
-    conversation = Conversation(None, FIRST, ConversationLimits(**limits), "env", make)
-    (transcript,) = converse([Opening(conversation, {"prompt": "?"}, 3)], engine)
+    conversation = Conversation(None, wanted(FIRST), ConversationLimits(**limits), "env", make, seed=3)
+    (trajectory,) = converse([conversation], engine)
     assert all(program.closed == 1 for program in programs)
-    return transcript, (programs, engine.requests)
+    return trajectory, (programs, engine.requests)
 
 
 def talk(ask: Ask) -> ProgramResult:
@@ -47,25 +49,25 @@ def talk(ask: Ask) -> ProgramResult:
 
 
 def test_the_row_is_what_was_asked_and_drawn_and_the_seeds_are_ours() -> None:
-    transcript, (_, asked) = held(talk)
-    row = transcript.row
-    assert (row.prompt_ids, row.response_ids) == ((7, 7), (20, EOS, 50, 60, 21, EOS, 51, 60, 22, EOS))
-    assert row.turn_numbers == (1, 1, 0, 0, 2, 2, 0, 0, 3, 3)
+    trajectory, (_, asked) = held(talk)
+    assert trajectory.request.prefix_ids == (7, 7)
+    assert response_of(trajectory) == (20, EOS, 50, 60, 21, EOS, 51, 60, 22, EOS)
+    assert turn_numbers_of(trajectory) == (1, 1, 0, 0, 2, 2, 0, 0, 3, 3)
     assert [(request.sample_id, request.turn, request.seed) for request in asked] == [
         (5, 0, 77),
         (5, 1, turn_seed(77, 1)),
         (5, 2, turn_seed(77, 2)),
     ]
-    outcome = transcript.outcome
-    assert (transcript.finish, outcome.reward, outcome.failure) == (FinishReason.STOP, 0.75, None)
-    assert outcome.metrics["asked"] == 3 and outcome.metrics["program_turns"] == 3 and outcome.metrics["turns"] == 3
+    assert (trajectory.finish, trajectory.environment_reward) == (FinishReason.STOP, 0.75)
+    assert trajectory.failure is None
+    assert [trajectory.metrics[name] for name in ("asked", "program_turns", "turns")] == [3, 3, 3]
 
 
 def test_a_limit_of_the_run_stops_the_program_and_what_it_scores_counts() -> None:
-    transcript, ((program,), _) = held(talk, turns=2)
-    assert (transcript.finish, transcript.outcome.reward, program.stopped) == (FinishReason.TURNS, 0.25, 1)
-    assert transcript.outcome.metrics["cut"] == 1 and transcript.row.turns[-1].reward == 0.25
-    assert transcript.row.response_ids == (20, EOS, 50, 60, 21, EOS)
+    trajectory, ((program,), _) = held(talk, turns=2)
+    assert (trajectory.finish, trajectory.environment_reward, program.stopped) == (FinishReason.TURNS, 0.25, 1)
+    assert trajectory.metrics["cut"] == 1 and trajectory.segments[-1].reward == 0.25
+    assert response_of(trajectory) == (20, EOS, 50, 60, 21, EOS)
 
 
 def rewrite(ask: Ask) -> ProgramResult:
@@ -121,11 +123,10 @@ def give_nan(ask: Ask) -> ProgramResult:
 def test_what_is_no_row_fails_with_its_reason_and_is_never_worth_0(
     script: Callable[[Ask], ProgramResult], cause: str
 ) -> None:
-    transcript, (programs, _) = held(script)
-    outcome = transcript.outcome
-    assert (transcript.finish, outcome.reward) == (FinishReason.FAILED, None)
-    assert outcome.failure is not None and re.match(cause, outcome.failure)
-    assert len(programs) == 2 and outcome.metrics["retries"] == 1
+    trajectory, (programs, _) = held(script)
+    assert (trajectory.finish, trajectory.environment_reward) == (FinishReason.FAILED, None)
+    assert trajectory.failure is not None and re.match(cause, trajectory.failure.cause)
+    assert len(programs) == 2 and trajectory.metrics["retries"] == 1
 
 
 def test_a_program_that_hangs_costs_its_time_twice_and_its_row() -> None:
@@ -134,6 +135,7 @@ def test_a_program_that_hangs_costs_its_time_twice_and_its_row() -> None:
         threading.Event().wait(3)
         return ProgramResult()
 
-    transcript, _ = held(hang, seconds=0.2)
-    assert transcript.finish == FinishReason.FAILED and transcript.outcome.metrics["timeouts"] == 2
-    assert transcript.outcome.failure == "timeout: the program took longer than 0.2 s for a conversation (timeout)"
+    trajectory, _ = held(hang, seconds=0.2)
+    assert trajectory.finish == FinishReason.FAILED and trajectory.metrics["timeouts"] == 2
+    assert trajectory.failure is not None
+    assert trajectory.failure.cause == "timeout: the program took longer than 0.2 s for a conversation (timeout)"

@@ -48,6 +48,7 @@ from lightning_rl.environments import (
 from lightning_rl.environments.run_environments import Environments
 from lightning_rl.generation import Request
 from lightning_rl.rollouts.sample import Sampler
+from lightning_rl.samples import Trajectory
 
 DRAW = "generate|conversation|turn"
 ASKED = "generate|conversation|turn|request|prefix"
@@ -256,7 +257,7 @@ FAULTS: tuple[Fault, ...] = (
         "a reward that judges a whole row",
         "reward|answer|completion|generate",
         options={"rewards": last_answer},
-        patches=[after(Sampler, "answers", talks.whole_rows)],
+        patches=[patch.object(Trajectory, "answer", property(talks.whole_row))],
     ),
     chat(
         "what the environment gave the row above",

@@ -19,7 +19,7 @@ from lightning_rl import GAE, LossView, PromptDataModule
 from lightning_rl.advantages import Advantages, Estimator, RewardSignal
 from lightning_rl.callbacks import OffPolicyIS, TruncatedIS
 from lightning_rl.rewards import Rewards
-from lightning_rl.rollouts.sample import Sampler
+from lightning_rl.samples import Trajectory
 from lightning_rl.signal.discounted_returns import gae
 
 TWICE_OVER = {"minibatches_per_rollout": 2, "epochs_per_rollout": 2}
@@ -204,7 +204,7 @@ FAULTS: tuple[Fault, ...] = (
         "a reward of token ids without the last one",
         "stage generate",
         "reward_rows",
-        patches=[after(Sampler, "answers", lambda answers, *_: [ids[:-1] for ids in answers])],
+        patches=[patch.object(Trajectory, "answer", property(lambda sample: sample.segments[-1].token_ids[:-1]))],
     ),
     Fault("a reward over the largest value so far", "RunningMaximum", fresh={"rewards": RunningMaximum}),
     Fault(

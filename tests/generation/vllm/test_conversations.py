@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from generation.vllm.served_engines import an_engine
+from kit.conversations import response_of, wanted
 from kit.scripted_server import VOCABULARY, Answer, ScriptedServer, servers
 from kit.support import tiny_model
 from typing_extensions import override
@@ -15,14 +16,13 @@ from lightning_rl import EngineError, FinishReason, SamplingParams, VLLMServerEn
 from lightning_rl.environments import (
     Conversation,
     ConversationLimits,
-    Opening,
     TokenEnvironment,
     TokenStep,
-    Transcript,
     converse,
 )
 from lightning_rl.generation import Request
 from lightning_rl.generation.validate_completions import Answers
+from lightning_rl.samples import Trajectory
 
 TURNS = 4
 
@@ -48,21 +48,20 @@ class Echo(TokenEnvironment):
         self.closed += 1
 
 
-def opening(number: int, environment: Echo | None = None) -> Opening:
+def opening(number: int, environment: Echo | None = None) -> Conversation:
     sampling = SamplingParams(max_new_tokens=40, temperature=0.7, eos_token_ids=())
     first = Request(prefix_ids=(2, 3 + number // 3), sample_id=number, seed=number, sampling=sampling)
-    return Opening(
-        Conversation(environment or Echo(), first, ConversationLimits(turns=TURNS, turn_tokens=4)), {}, number
-    )
+    limits = ConversationLimits(turns=TURNS, turn_tokens=4)
+    return Conversation(environment or Echo(), wanted(first), limits, seed=number)
 
 
-def held(engine: VLLMServerEngine, talks: list[Opening]) -> list[Transcript]:
+def held(engine: VLLMServerEngine, talks: list[Conversation]) -> list[Trajectory]:
     answers = Answers(engine, logprobs=True, vocabulary=VOCABULARY)
     return converse(talks, engine, logprobs=True, answers=answers)
 
 
-def tokens(transcripts: Sequence[Transcript]) -> list[tuple[tuple[int, ...], FinishReason]]:
-    return [(each.row.response_ids, each.finish) for each in transcripts]
+def tokens(trajectories: Sequence[Trajectory]) -> list[tuple[tuple[int, ...], FinishReason]]:
+    return [(response_of(each), each.finish) for each in trajectories]
 
 
 def which(body: dict[str, Any]) -> tuple[int, int]:
@@ -142,9 +141,9 @@ def test_a_sync_between_two_turns_changes_the_version_of_later_tokens() -> None:
             if turn == 1:
                 engine.load_weights(model.named_parameters(), 5)
 
-        (transcript,) = held(engine, [opening(0, Echo(sync))])
+        (trajectory,) = held(engine, [opening(0, Echo(sync))])
         engine.close()
-    assert [turn.completion.version for turn in transcript.row.turns] == [0, 0, 5, 5]
+    assert [segment.versions for segment in trajectory.segments if segment.sampled] == [(0,), (0,), (5,), (5,)]
 
 
 def test_a_failure_cancels_the_others_and_closes_every_environment() -> None:
