@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_rl.distributed import RunEndError
-from lightning_rl.processes.timeouts import CLOCK
+from lightning_rl.processes.errors import INTERRUPT
 from lightning_rl.samples import Failure, RewardCall
 from lightning_rl.utils.terminal import visible, write_visible
 
@@ -26,7 +26,7 @@ class RewardSummary(NamedTuple):
         failed: Number of rows without a reward because a function failed.
         cause: First failure with its traceback, or an empty string.
         path: File with the failed samples, or an empty string.
-        stopped_by: Signal that interrupted a call, or 0.
+        interrupted: True if a signal that stopped the run interrupted a call.
         metrics: Names of the metrics that the functions logged.
     """
 
@@ -34,7 +34,7 @@ class RewardSummary(NamedTuple):
     failed: int
     cause: str = ""
     path: str = ""
-    stopped_by: int = 0
+    interrupted: bool = False
     metrics: tuple[str, ...] = ()
 
 
@@ -72,8 +72,7 @@ def report_failures(calls: Sequence[RewardCall], path: Path | None) -> str:
 
 def _chat_hint(call: RewardCall, failure: Failure) -> str:
     """Return how to read a completion if the reward raised an error of a type and got chat messages."""
-    error = failure.traceback.strip().rpartition("\n")[2]
-    if isinstance(call.completions[failure.rows[0]], str) or not error.startswith(("TypeError", "AttributeError")):
+    if isinstance(call.completions[failure.rows[0]], str) or failure.kind not in ("TypeError", "AttributeError"):
         return ""
     return (
         " (completions of chat prompts are lists of messages, as in TRL: read texts with [text_of(one) for one in "
@@ -94,7 +93,7 @@ def check_failures(summaries: Sequence[RewardSummary], number: int, max_share: f
     """
     rows, failed = sum(summary.rows for summary in summaries), sum(summary.failed for summary in summaries)
     first = next((summary for summary in summaries if summary.cause), RewardSummary(0, 0))
-    if any(summary.stopped_by for summary in summaries):
+    if any(summary.interrupted for summary in summaries):
         raise RewardError(f"rollout {number} was interrupted and is repeated on resume: {first.cause}")
     if max_share is None or not failed or failed < max_share * rows:
         return
@@ -106,10 +105,9 @@ def check_failures(summaries: Sequence[RewardSummary], number: int, max_share: f
     )
 
 
-def was_cut_short(calls: Sequence[RewardCall]) -> int:
-    """Return the signal that interrupted a call, or 0."""
-    ended = any(failure.cause.startswith(CLOCK.reason()) for call in calls for failure in call.failures)
-    return CLOCK.stopped_by if ended else 0
+def was_cut_short(calls: Sequence[RewardCall]) -> bool:
+    """Return True if a signal that stopped the run interrupted a call."""
+    return any(failure.kind == INTERRUPT for call in calls for failure in call.failures)
 
 
 def _samples(call: RewardCall) -> list[Mapping[str, Any]]:

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from transformers import TrainerState
 
+from lightning_rl.processes.errors import INTERRUPT, INVALID, TIMEOUT
 from lightning_rl.processes.timeouts import CLOCK, RewardTimeoutError, remaining
 from lightning_rl.rewards.reward_call import CallStyle, Notes, Reward, completion_form
 from lightning_rl.rewards.subprocess_reward import Submitted, SubprocessReward
@@ -241,7 +242,8 @@ class Rewards:
         _warn_of_no_value((~applied & ~failed).nonzero()[:, 0].tolist(), rows)
         if (overflow := applied & ~failed & ~torch.isfinite(total.to(dtype))).any():
             name = max(weighted, key=lambda name: float(weighted[name][overflow].abs().max()))
-            failure = Failure(tuple(overflow.nonzero()[:, 0].tolist()), f"makes a total reward too large for {dtype}")
+            rows_of_it, cause = tuple(overflow.nonzero()[:, 0].tolist()), f"makes a total reward too large for {dtype}"
+            failure = Failure(rows_of_it, cause, kind=INVALID)
             calls = [call._replace(failures=[*call.failures, failure]) if call.name == name else call for call in calls]
         failed = failed | overflow
         scored = applied & ~failed
@@ -389,7 +391,7 @@ class _Draft:
 
     def fail(self, error: BaseException) -> None:
         """Mark every row as failed."""
-        self.failures.append(Failure(tuple(range(len(self.rows))), _cause(error), _traceback(error)))
+        self.failures.append(Failure(tuple(range(len(self.rows))), _cause(error), _traceback(error), _kind(error)))
 
     def finish(self) -> RewardCall:
         """Return the record of the call, with a failure for every row whose value is not finite."""
@@ -408,7 +410,7 @@ class _Draft:
             rows.completions,
             rows.columns,
             self.function,
-            [*self.failures, *(Failure(tuple(bad), cause) for cause, bad in returned.items())],
+            [*self.failures, *(Failure(tuple(bad), cause, kind=INVALID) for cause, bad in returned.items())],
             notes.extras,
             notes.metrics,
         )
@@ -446,13 +448,13 @@ def _await_all(drafts: "Sequence[tuple[_Draft, Future[Any]]]", seconds: float | 
     """Await all coroutines concurrently; one that blocks the event loop fails the others as well."""
     if not drafts:
         return
-    begin, late, interrupt = time.perf_counter(), f"took longer than {seconds or 0:g} s", ""
+    begin, late, kind = time.perf_counter(), f"took longer than {seconds or 0:g} s", TIMEOUT
     try:
         CLOCK.run(lambda: wait([future for _, future in drafts], remaining(seconds)), None)
     except RewardTimeoutError as error:
-        late = interrupt = str(error)
+        late, kind = str(error), error.kind
     unfinished = [future for _, future in drafts if not future.done()]
-    block = LOOP.find_block() if unfinished and not interrupt else ""
+    block = LOOP.find_block() if unfinished and kind != INTERRUPT else ""
     if block:
         late += (
             ", because a coroutine blocks the event loop of rewards: use an asynchronous client or asyncio.to_thread"
@@ -460,7 +462,7 @@ def _await_all(drafts: "Sequence[tuple[_Draft, Future[Any]]]", seconds: float | 
     for draft, future in drafts:
         if future in unfinished:
             future.cancel()
-            draft.failures.append(Failure(tuple(range(len(draft.rows))), late, block))
+            draft.failures.append(Failure(tuple(range(len(draft.rows))), late, block, kind))
         else:
             draft.values = draft.store(lambda future=future, draft=draft: values_of(future.result(), len(draft.rows)))
         draft.seconds += time.perf_counter() - begin
@@ -472,6 +474,12 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, InvalidRewardError):
         return f"returned invalid rewards: {error}"
     return f"raised {error!r:.500}"
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, RewardTimeoutError):
+        return error.kind
+    return INVALID if isinstance(error, InvalidRewardError) else type(error).__name__
 
 
 def _traceback(error: BaseException) -> str:

@@ -16,7 +16,7 @@ import cloudpickle
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import TrainerState
 
-from lightning_rl.processes.errors import DEATH, LOADING, CallError
+from lightning_rl.processes.errors import DEATH, INVALID, LOADING, CallError
 from lightning_rl.processes.pool import Pool, dump
 from lightning_rl.processes.timeouts import CLOCK, RewardTimeoutError
 from lightning_rl.rewards.reward_call import EXTRAS, CallStyle, Notes, Reward
@@ -126,11 +126,11 @@ class SubprocessReward:
             submitted: Result of :meth:`submit`.
             notes: Notes of the call; those of each task are added to it.
         """
-        late = "was cancelled"
+        late, kind = "was cancelled", DEATH
         try:
             CLOCK.run(lambda: wait([future for _, future in submitted.tasks]), None)
         except RewardTimeoutError as error:
-            late = str(error)
+            late, kind = str(error), error.kind
         except BaseException:  # Ctrl-C: at exit Python waits for the threads of the tasks
             self.close()
             raise
@@ -140,7 +140,7 @@ class SubprocessReward:
         results = Results([math.nan] * notes.number, [])
         for part, future in submitted.tasks:
             lost = future in unfinished or future.cancelled()
-            failure = Failure(part, late) if lost else _add(results, part, future, notes)
+            failure = Failure(part, late, kind=kind) if lost else _add(results, part, future, notes)
             if failure is not None:
                 results.failures.append(failure)
         return results._replace(failures=_merge(results.failures))
@@ -209,7 +209,7 @@ def _add(results: Results, part: tuple[int, ...], future: "Future[Any]", notes: 
     try:
         value, columns, metrics = future.result()
     except CallError as error:
-        return Failure(part, _cause(error), error.log)
+        return Failure(part, _cause(error), error.log, error.kind)
     try:
         values = values_of(value, len(part))
         for column, items in columns:
@@ -217,8 +217,8 @@ def _add(results: Results, part: tuple[int, ...], future: "Future[Any]", notes: 
         for name, number in metrics:
             notes.log_metric(name, number)
     except ValueError as error:
-        kind = "returned invalid rewards: " if isinstance(error, InvalidRewardError) else ""
-        return Failure(part, f"{kind}{error}")
+        role = "returned invalid rewards: " if isinstance(error, InvalidRewardError) else ""
+        return Failure(part, f"{role}{error}", kind=INVALID)
     for row, value in zip(part, values, strict=True):
         results.values[row] = value
     return None

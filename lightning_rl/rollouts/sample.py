@@ -272,7 +272,7 @@ class Sampler:
             failed=int(failed.sum()),
             cause=cause,
             path=str(path) if cause and path is not None else "",
-            stopped_by=was_cut_short(calls),
+            interrupted=was_cut_short(calls),
             metrics=tuple(logged),
         )
         summaries = self.collectives.objects(self.collectives.share(summary))

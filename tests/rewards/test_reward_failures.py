@@ -100,7 +100,7 @@ def test_every_rank_counts_and_a_signal_comes_first() -> None:
     with pytest.raises(RewardError, match=r"failed on 4 of 8 rows .*\nreward x raised"):
         check_failures([fine, there], 0, 0.5)
     with pytest.raises(RewardError, match="rollout 7 was interrupted and is repeated on resume: reward x"):
-        check_failures([fine, there._replace(stopped_by=15)], 7, None)
+        check_failures([fine, there._replace(interrupted=True)], 7, None)
 
 
 def test_validation_warns_and_goes_on() -> None:
@@ -113,12 +113,12 @@ def test_validation_warns_and_goes_on() -> None:
 
 
 @pytest.mark.parametrize(("completion", "hint"), [([{"role": "assistant", "content": "a"}], True), ("a", False)])
-@pytest.mark.parametrize("error", ["TypeError: expected string, got 'list'", "ValueError: no number"])
+@pytest.mark.parametrize("error", ["TypeError", "ValueError"])
 def test_a_reward_for_strings_that_gets_messages_is_shown_how_to_read_them(
     completion: Any, hint: bool, error: str
 ) -> None:
-    failure = Failure(rows=(0,), cause="raised an error", traceback=f"Traceback\n{error}\n")
+    failure = Failure(rows=(0,), cause="raised an error", traceback="Traceback\n...\nsecond line", kind=error)
     call: Any = RewardCall("own", [[1]], [0.0], 0.1, prompts=["p"], completions=[completion], failures=[failure])
     with pytest.warns(UserWarning, match="rows get no reward"):
         cause = report_failures([call], None)
-    assert ("text_of(one) for one in completions" in cause) == (hint and error.startswith("TypeError"))
+    assert ("text_of(one) for one in completions" in cause) == (hint and error == "TypeError")

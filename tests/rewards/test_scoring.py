@@ -77,7 +77,9 @@ def test_a_value_that_is_not_finite_takes_its_row_out(value: float) -> None:
     assert found.scored.tolist() == [True, False, True] and found.total.tolist() == [1.5, 0.0, 3.0]
     assert found.raw["said"].isnan().tolist() == [False, True, False] and found.raw["other"].tolist() == [1.0] * 3
     assert found.failed.tolist() == [False, True, False]
-    assert found.calls[0].failures == [Failure((1,), f"returned {value}")] and not found.calls[1].failures
+    assert (
+        found.calls[0].failures == [Failure((1,), f"returned {value}", kind="invalid")] and not found.calls[1].failures
+    )
 
 
 @pytest.mark.parametrize(("value", "weight"), [(1e39, 1.0), (3e38, 10.0)])
@@ -85,7 +87,7 @@ def test_a_total_too_large_for_its_dtype_takes_its_row_out(value: float, weight:
     found = scores({"said": (says(0.5, value), weight), "other": says(1.0, 1.0)}, 2)
     assert found.scored.tolist() == [True, False] and found.failed.tolist() == [False, True]
     assert found.total.tolist() == [0.5 * weight + 1.0, 0.0]
-    failure = Failure((1,), "makes a total reward too large for torch.float32")
+    failure = Failure((1,), "makes a total reward too large for torch.float32", kind="invalid")
     assert found.calls[0].failures == [failure] and not found.calls[1].failures
     assert scores({"said": (says(0.5, value), weight)}, 2, dtype=torch.float64).scored.all()
 

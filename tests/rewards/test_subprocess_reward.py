@@ -107,8 +107,30 @@ def test_exceptions_and_invalid_values_fail_their_rows() -> None:
     found = scores(isolated(odd, per_sample=True), ["y", "x", "z", "n"])
     assert found.scored.tolist() == [True, False, False, False]
     (first, raised, nan) = found.calls[0].failures
-    assert first.rows == (1,) and first.cause.endswith("got str 'text'") and nan == Failure((3,), "returned nan")
+    assert (
+        first.rows == (1,)
+        and first.cause.endswith("got str 'text'")
+        and nan == Failure((3,), "returned nan", kind="invalid")
+    )
     assert raised.cause == "raised KeyError('z')" and "in odd" in raised.traceback
+
+
+def dies_hangs_or_raises(prompts: Any, completions: Any, **_: Any) -> Any:
+    if completions[0] == "dies":
+        os._exit(3)
+    if completions[0] == "hangs":
+        time.sleep(1000)
+    return {"invalid": "text"}[completions[0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"), [("dies", "lost process"), ("hangs", "timeout"), ("raises", "KeyError"), ("invalid", "invalid")]
+)
+def test_a_failure_has_the_same_kind_wherever_the_reward_runs(text: str, kind: str) -> None:
+    elsewhere = isolated(dies_hangs_or_raises, seconds=0.5)
+    for reward in [elsewhere] if text == "dies" else [elsewhere, dies_hangs_or_raises]:
+        (call,) = Rewards(reward, timeout=0.5)(["q"], [text], completion_ids=[[1]], columns={}).calls
+        assert [failure.kind for failure in call.failures] == [kind]
 
 
 class Unreadable:
