@@ -6,16 +6,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_rl.distributed import RunEndError
 from lightning_rl.processes.errors import INTERRUPT
+from lightning_rl.rewards.scoring import RewardError
 from lightning_rl.samples import Failure, RewardCall
 from lightning_rl.utils.terminal import visible, write_visible
 
 FOLDER = "failed_rewards"
-
-
-class RewardError(RunEndError):
-    """Rewards failed on more rows of a rollout than ``max_failure_rate`` allows."""
 
 
 class RewardSummary(NamedTuple):

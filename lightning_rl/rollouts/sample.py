@@ -35,7 +35,7 @@ from lightning_rl.rewards import RewardCall, Rewards
 from lightning_rl.rewards.constant_calls import describe_constant_calls
 from lightning_rl.rewards.correctness import deciding_scores
 from lightning_rl.rewards.reward_failures import RewardSummary, check_failures, report_failures, was_cut_short
-from lightning_rl.rewards.subprocess_reward import Submitted
+from lightning_rl.rewards.submitted import Submitted
 from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, FinishReason, Rollout, concatenate
 from lightning_rl.samples.seeds import GREEDY, request_seed, sample_id
 from lightning_rl.signal.masked import group_index
@@ -492,15 +492,13 @@ class Sampler:
         }
 
     def _with_rewards(self, samples: Samples) -> tuple[Rollout, list[RewardCall], Bool[Tensor, " B"]]:
-        scores = self.rewards(
+        calls = self.rewards(
             **self.reward_arguments(samples),
             dtype=self.dtype,
             trainer_state=self.trainer_state,
             started=samples.started,
         )
-        rewarded = scores.scored & samples.rows.trained
-        scored = samples.rows.replace(rewards=scores.total, rewards_by_function=scores.raw, rewarded=rewarded)
-        return scored, list(scores.calls), scores.failed
+        return self.rewards.fill(samples.rows, calls), calls, self.rewards.failed(calls, len(samples.rows))
 
 
 def distribute_prompts(prompts: Sequence[Prompt], wanted: Sequence[int]) -> list[list[Prompt]]:

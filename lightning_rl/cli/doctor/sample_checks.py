@@ -17,7 +17,7 @@ from lightning_rl.policy.logprobs import logprob_tolerance
 from lightning_rl.processes.timeouts import CLOCK, RewardTimeoutError
 from lightning_rl.rewards import Rewards
 from lightning_rl.rewards.reward_call import completion_form
-from lightning_rl.rewards.scoring import return_alone
+from lightning_rl.rewards.submitted import return_alone
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.first_sample import first_sample
 from lightning_rl.rollouts.logprob_passes import add_logprobs
