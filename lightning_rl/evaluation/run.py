@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_rl.data import Prompt
 from lightning_rl.distributed import Collectives
-from lightning_rl.environments.outcome import FOLDER, Outcome, report_environments
 from lightning_rl.evaluation.answer_extraction import ExtractedAnswers, read_answers, report_answers
 from lightning_rl.evaluation.estimators import majority
 from lightning_rl.evaluation.loader import EvaluationBatch
@@ -22,8 +21,8 @@ from lightning_rl.evaluation.questions import Questions
 from lightning_rl.evaluation.records import Record, number_or_none, records_of, write_records
 from lightning_rl.evaluation.tally import COLUMNS, Tally
 from lightning_rl.rewards.correctness import deciding_scores
-from lightning_rl.rewards.reward_failures import report_failures
 from lightning_rl.rollout import FinishReason, Rollout
+from lightning_rl.rollouts.failures import FailureReport
 from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.samples import RewardCall
 
@@ -60,9 +59,8 @@ class EvaluationRun:
         self.tallies = [Tally(len(q.prompts), tuple(q.rewards.by_name), collectives).to(device) for q in questions]
         self.places = [{prompt.index: place for place, prompt in enumerate(q.prompts)} for q in questions]
         self.records: list[list[Record]] = [[] for _ in questions]
-        self.failing: list[list[RewardCall]] = [[] for _ in questions]
+        self.failures = [FailureReport(q.rewards) for q in questions]
         self.unread: list[list[ExtractedAnswers]] = [[] for _ in questions]
-        self.outcomes: list[list[Outcome]] = [[] for _ in questions]
         self.broken = [0 for _ in questions]
         self.calls: list[Sequence[RewardCall]] = [() for _ in questions]
         self.extremes = [(math.inf, -math.inf) for _ in questions]
@@ -77,10 +75,9 @@ class EvaluationRun:
         samples = sampler.generate_parts(requests)
         for number, (questions, prompts) in enumerate(zip(self.questions, shares, strict=True)):
             rollout, calls, failed = replace(sampler, rewards=questions.rewards).score(samples[number])
-            self.outcomes[number] += samples[number].outcomes
             self.broken[number] += int((rollout.finish == FinishReason.FAILED).sum())
             self.calls[number] = calls
-            self.failing[number] += [call for call in calls if call.failures]
+            self.failures[number].add(calls, failed, samples[number].outcomes)
             texts = sampler.collectives.share(sampler.texts(sampler.answers(samples[number])))
             self._count(number, prompts, rollout, self.collectives.share(failed), texts)
 
@@ -161,11 +158,8 @@ class EvaluationRun:
 
         Samples with failed rewards or environments are written to ``<name>-<file>-rank-<r>.jsonl`` in the folder.
         """
-        each = zip(self.questions, self.failing, self.unread, self.outcomes, strict=True)
-        for questions, calls, unread, outcomes in each:
-            path = None if folder is None else folder / f"{questions.name}-{file}-rank-{self.rank}.jsonl"
-            report_failures(calls, path)
-            report_environments(outcomes, None if path is None else path.parent.with_name(FOLDER) / path.name)
+        for questions, failures, unread in zip(self.questions, self.failures, self.unread, strict=True):
+            failures.write(folder, f"{questions.name}-{file}-rank-{self.rank}.jsonl")
             number = sum(answers.read.count(False) for answers in unread)
             report_answers(questions.name, number, unread[0].cause if unread else "")
 

@@ -180,11 +180,11 @@ class Rewards:
     def _check_totals(self, calls: list[RewardCall], rows: Rows, dtype: torch.dtype) -> list[RewardCall]:
         """Add a failure for the rows whose total is too large, and warn of rows without a value."""
         total, applied = self._totals(calls, len(rows))
-        failed = self.failed(calls, len(rows))
+        failed = self.failed_rows(calls, len(rows))
         _warn_of_no_value((~applied & ~failed).nonzero()[:, 0].tolist(), rows)
         if not (overflow := applied & ~failed & ~torch.isfinite(total.to(dtype))).any():
             return calls
-        parts = self._weighted(calls)
+        parts = self._weighted_values(calls)
         largest = max(parts, key=lambda name: float(parts[name][overflow].nan_to_num(0.0).abs().max()))
         large = tuple(overflow.nonzero()[:, 0].tolist())
         failure = Failure(large, f"makes a total reward too large for {dtype}", kind=INVALID)
@@ -196,7 +196,7 @@ class Rewards:
         A row on which a function of non-zero weight failed, or to which none applies, is not rewarded.
         """
         total, applied = self._totals(calls, len(rollout))
-        scored = applied & ~self.failed(calls, len(rollout))
+        scored = applied & ~self.failed_rows(calls, len(rollout))
         values = {call.name: _exact(call) for call in calls}
         empty = torch.zeros(0, dtype=torch.float64)
         return rollout.replace(
@@ -205,20 +205,20 @@ class Rewards:
             rewarded=scored & rollout.trained,
         )
 
-    def failed(self, calls: Sequence[RewardCall], number: int) -> Bool[Tensor, " B"]:
+    def failed_rows(self, calls: Sequence[RewardCall], number: int) -> Bool[Tensor, " B"]:
         """Return a mask of the rows, ``number`` in all, that functions of non-zero weight failed on."""
         failures = [failure for call in calls if self.weights[call.name] for failure in call.failures]
         failed = torch.zeros(number, dtype=torch.bool)
         failed[torch.tensor([row for failure in failures for row in failure.rows], dtype=torch.long)] = True
         return failed
 
-    def _weighted(self, calls: Sequence[RewardCall]) -> dict[str, Float[Tensor, " B"]]:
+    def _weighted_values(self, calls: Sequence[RewardCall]) -> dict[str, Float[Tensor, " B"]]:
         """Return the values of each function of non-zero weight times the weight; NaN for rows without one."""
         return {call.name: _exact(call) * self.weights[call.name] for call in calls if self.weights[call.name]}
 
     def _totals(self, calls: Sequence[RewardCall], number: int) -> tuple[Float[Tensor, " B"], Bool[Tensor, " B"]]:
         """Return the weighted sum of each row's values, as in :func:`rounded_sum`, and a mask of rows with a value."""
-        parts = [*self._weighted(calls).values(), torch.full((number,), math.nan, dtype=torch.float64)]
+        parts = [*self._weighted_values(calls).values(), torch.full((number,), math.nan, dtype=torch.float64)]
         applied = ~torch.stack(parts).isnan().all(0)
         return rounded_sum([part.where(~part.isnan(), 0.0) for part in parts[: max(len(parts) - 1, 1)]]), applied
 

@@ -29,5 +29,5 @@ def scores_of(
     calls = rewards(prompts, completions, completion_ids=completion_ids, **options)
     rows = Rollout.of_samples([[1]] * number, [[1]] * number, groups=range(number))
     filled = rewards.fill(rows, calls)
-    failed = rewards.failed(calls, number)
+    failed = rewards.failed_rows(calls, number)
     return Scores(calls, filled.rewards, filled.rewards_by_function, filled.rewarded, failed)
