@@ -39,7 +39,7 @@ from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.activation_checkpointing import Checkpointing
 from lightning_rl.policy.run_models import RunModels
 from lightning_rl.processes.timeouts import CLOCK
-from lightning_rl.rewards.reward_failures import FOLDER
+from lightning_rl.rollouts.failures import FOLDER
 from lightning_rl.rollouts.first_sample import first_sample
 from lightning_rl.rollouts.generator import generates_concurrently
 from lightning_rl.rollouts.memory_estimate import checkpointing_that_fits, token_budget

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_rl.cli.output import say
 from lightning_rl.data import StepIndex
 from lightning_rl.evaluation.records import write_records
 from lightning_rl.reporting.loggers import log_samples
-from lightning_rl.rewards.reward_failures import report_failures
+from lightning_rl.rewards import Rewards
+from lightning_rl.rollouts.failures import FailureReport
 from lightning_rl.samples import Failure, RewardCall
 from lightning_rl.utils.terminal import dump_visible, visible
 
@@ -45,13 +47,19 @@ def test_json_is_the_same_for_readers_and_does_nothing_where_it_is_printed() -> 
     assert dump_visible([1.5, None], indent=1) == "[\n 1.5,\n null\n]"
 
 
+def report_of(call: RewardCall) -> FailureReport:
+    report = FailureReport(Rewards({call.name: len}))
+    report.add([], [call], torch.ones(1, dtype=torch.bool))
+    return report
+
+
 def test_files_of_samples_and_of_failed_rewards_hold_no_control_characters(tmp_path: Path) -> None:
     log_samples([], [{"sample": 1, "response": HIDDEN}], StepIndex(rollout=3, step=0, index=3), tmp_path)
     failure = Failure(rows=(0,), cause=f"raised {HIDDEN}", traceback="")
     ids = [[1]]
     call: Any = RewardCall("own", ids, [0.0], 0.1, prompts=[HIDDEN], completions=[HIDDEN], failures=[failure])
     with pytest.warns(UserWarning, match="rows get no reward"):
-        report_failures([call], tmp_path / "failed.jsonl")
+        report_of(call).write(tmp_path, "failed.jsonl")
     write_records(tmp_path / "records.jsonl", [{"prompt": HIDDEN, "columns": {"answer": HIDDEN}}])
     for name, keys in (("samples", ["response"]), ("failed", ["completion", "prompt"]), ("records", ["prompt"])):
         text = (tmp_path / f"{name}.jsonl").read_bytes().decode("utf-8")
@@ -70,6 +78,6 @@ def test_a_warning_quotes_an_exception_that_quotes_a_completion() -> None:
     call: Any = RewardCall("own", [[1]], [0.0], 0.1, prompts=["p"], completions=["\x1b[2Jx"], failures=[failure])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        cause = report_failures([call], None)
+        cause = report_of(call).write().cause
     assert "\x1b" not in str(caught[0].message) + cause
     assert "no number in \\x1b[2Jx" in str(caught[0].message) and "no number in \\x1b[2Jx" in cause

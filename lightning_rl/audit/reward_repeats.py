@@ -15,7 +15,7 @@ import torch
 from lightning_rl.audit.outside import refuse_outside
 from lightning_rl.audit.schedule import calls_again
 from lightning_rl.rewards import RewardCall, SubprocessReward
-from lightning_rl.rewards.scoring import return_alone
+from lightning_rl.rewards.submitted import return_alone
 from lightning_rl.rewards.values import values_of
 from lightning_rl.samples import Rows
 from lightning_rl.testing.properties.copies import copy_apart

@@ -249,7 +249,7 @@ class Conversation:
             environment=self._name,
             environment_reward=math.fsum(self._rewards) if self._rewards and failure is None else None,
             seconds=self._seconds,
-            failure=None if failure is None else Failure((), str(failure), failure.log),
+            failure=None if failure is None else Failure((), str(failure), failure.log, failure.kind),
         )
 
     def _counts(self, finish: FinishReason) -> dict[str, float]:

@@ -1,24 +1,17 @@
-"""Results of conversations besides their tokens: rewards, metrics, and reports of failed environments."""
+"""Results of conversations besides their tokens: rewards and metrics."""
 
-import warnings
-from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 from lightning_rl.distributed import RunEndError
-from lightning_rl.samples import Failure, Trajectory
+from lightning_rl.samples import Trajectory
 from lightning_rl.utils.arguments import check_numbers
-from lightning_rl.utils.terminal import visible, write_visible
 
 DEFAULT = "environment"
 """Name of a single environment."""
 
 REWARD_COLUMNS = ("conversation", "environment_reward")
 """Columns that reward functions receive: chat messages, and the environment's reward or None."""
-
-FOLDER = "failed_environments"
-MAX_CAUSES = 3  # of an error
 
 
 def reward_columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
@@ -88,76 +81,3 @@ class EnvironmentReward:
 
 class FailedEnvironmentsError(RunEndError):
     """Too many failed environments in a rollout, or an environment that was interrupted because the run has to stop."""
-
-
-class EnvironmentSummary(NamedTuple):
-    """Failed conversations of a rollout on one rank: their causes with counts, and the path of the file with logs."""
-
-    conversations: int
-    causes: tuple[tuple[str, int], ...] = ()
-    path: str = ""
-
-    @classmethod
-    def of(cls, trajectories: Sequence[Trajectory], path: str = "") -> Self:
-        """Count the causes."""
-        causes = Counter(each.failure.cause for each in trajectories if each.failure is not None)
-        return cls(len(trajectories), tuple(causes.most_common()), path)
-
-
-def report_environments(trajectories: Sequence[Trajectory], path: Path | None, number: int | None = None) -> str:
-    """Warn once of the failed conversations of a rollout on this rank, and write them with logs to a JSON Lines file.
-
-    Args:
-        trajectories: Conversations; others are left out.
-        path: File; None to write none.
-        number: Number of conversations; all of ``trajectories`` by default.
-
-    Returns:
-        The path of the file; empty if none was written.
-    """
-    failed = [(each, each.failure) for each in trajectories if each.failure is not None]
-    if not failed:
-        return ""
-    records = [_record(*pair) for pair in failed]
-    written = str(path) if path is not None and write_visible(path, records) else ""
-    where = f"; all are in {written}" if written else f"\n{failed[0][1].traceback}"
-    text = (
-        f"{len(failed)} of {number or len(trajectories)} conversations failed with their environment, so they neither "
-        f"train nor are rewarded. First, {failed[0][1].cause}{where}"
-    )
-    warnings.warn(visible(text).rstrip(), stacklevel=2)
-    return written
-
-
-def _record(trajectory: Trajectory, failure: Failure) -> dict[str, Any]:
-    return {
-        "environment": trajectory.environment,
-        "failure": failure.cause,
-        "log": failure.traceback,
-        "messages": trajectory.messages,
-        "answer": trajectory.answer,
-        "metrics": trajectory.metrics,
-        "seconds": trajectory.seconds,
-    }
-
-
-def check_environments(summaries: Sequence[EnvironmentSummary], number: int, max_share: float | None) -> None:
-    """End the run on every rank if too many conversations of rollout ``number`` failed.
-
-    Raises:
-        FailedEnvironmentsError: If the share of failures reaches ``max_share``; names share, option and causes.
-    """
-    causes: Counter[str] = Counter()
-    for summary in summaries:
-        causes.update(dict(summary.causes))
-    failed, conversations = causes.total(), sum(summary.conversations for summary in summaries)
-    if max_share is None or not failed or failed < max_share * conversations:
-        return
-    paths = [summary.path for summary in summaries if summary.path]
-    where = f" Their logs are in {paths[0]}." if paths else ""
-    listed = "; ".join(f"{visible(cause)} ({count} times)" for cause, count in causes.most_common(MAX_CAUSES))
-    raise FailedEnvironmentsError(
-        f"expected working environments in rollout {number}, but {failed} of {conversations} conversations failed "
-        f"(max_failure_rate={max_share:g}): {listed}. Fix the environment and resume, or allow more with "
-        f"Conversations(max_failure_rate=).{where}"
-    )

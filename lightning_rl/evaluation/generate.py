@@ -5,11 +5,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from lightning_rl.environments.outcome import report_environments
 from lightning_rl.evaluation.prompt_encoding import encode_prompts, is_single
 from lightning_rl.evaluation.questions import with_eos
 from lightning_rl.generation import Engine, SamplingParams
 from lightning_rl.generation.sampling_params import filter_problems
+from lightning_rl.rollouts.failures import FailureReport
 from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.utils.arguments import check_counts
 
@@ -51,7 +51,9 @@ def generate(
     sampling = with_eos(sampling, model, sampler.tokenizer)
     sampler = replace(sampler, greedy_baseline=False)
     trajectories = sampler.converse(sampler.open(rows, 0, group_size=size, sampling=sampling)).trajectories
-    report_environments(trajectories, None)
+    report = FailureReport()
+    report.add(trajectories)
+    report.write()
     texts = sampler.collectives.share(sampler.texts([each.answer for each in trajectories]))
     answers = texts if samples is None else [texts[at : at + size] for at in range(0, len(texts), size)]
     return answers[0] if single else answers

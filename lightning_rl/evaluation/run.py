@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lightning_rl.data import Prompt
 from lightning_rl.distributed import Collectives, failing_together
-from lightning_rl.environments.outcome import FOLDER, report_environments
 from lightning_rl.evaluation.answer_extraction import ExtractedAnswers, read_answers, report_answers
 from lightning_rl.evaluation.estimators import majority
 from lightning_rl.evaluation.loader import EvaluationBatch
@@ -24,10 +23,10 @@ from lightning_rl.evaluation.records import Record, number_or_none, records_of, 
 from lightning_rl.evaluation.tally import COLUMNS, Tally
 from lightning_rl.generation import EngineError
 from lightning_rl.rewards.correctness import deciding_scores
-from lightning_rl.rewards.reward_failures import report_failures
 from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.failures import FailureReport
 from lightning_rl.rollouts.sample import Sampled, Sampler
-from lightning_rl.samples import RewardCall, Trajectory
+from lightning_rl.samples import RewardCall
 
 BOUND = re.compile(r"@\d+_(low|high)$")  # bounds of intervals, NaN where their metric is
 NOT_SHOWN = frozenset({"reward/missing", "length/truncated"})  # metrics not logged for validation prompts
@@ -62,10 +61,8 @@ class EvaluationRun:
         self.tallies = [Tally(len(q.prompts), tuple(q.rewards.by_name), collectives).to(device) for q in questions]
         self.places = [{prompt.index: place for place, prompt in enumerate(q.prompts)} for q in questions]
         self.records: list[list[Record]] = [[] for _ in questions]
-        self.failing: list[list[RewardCall]] = [[] for _ in questions]
+        self.failures = [FailureReport(q.rewards) for q in questions]
         self.unread: list[list[ExtractedAnswers]] = [[] for _ in questions]
-        self.broken: list[list[Trajectory]] = [[] for _ in questions]  # failed with their environment
-        self.answered = [0 for _ in questions]
         self.calls: list[Sequence[RewardCall]] = [() for _ in questions]
         self.extremes = [(math.inf, -math.inf) for _ in questions]
 
@@ -82,10 +79,8 @@ class EvaluationRun:
             samples = list(islice(made, len(wanted[number])))
             judge = replace(sampler, rewards=questions.rewards, greedy_baseline=False)
             rollout, calls, failed = judge.score(Sampled(samples))
-            self.broken[number] += [each for each in samples if each.failure is not None]
-            self.answered[number] += len(samples)
             self.calls[number] = calls
-            self.failing[number] += [call for call in calls if call.failures]
+            self.failures[number].add(samples, calls, failed)
             texts = sampler.collectives.share(sampler.texts([each.answer for each in samples]))
             self._count(number, prompts, rollout, self.collectives.share(failed), texts)
 
@@ -133,7 +128,7 @@ class EvaluationRun:
 
     def _failures(self) -> dict[str, float]:
         """Return the number of failed conversations of each evaluation, over all ranks. A collective."""
-        broken = [len(each) for each in self.broken]
+        broken = [failures.broken for failures in self.failures]
         counts = [sum(rank) for rank in zip(*self.collectives.objects(broken), strict=True)]
         heads = [self.stage if q.evaluation is None else f"{self.stage}/{q.name}" for q in self.questions]
         return {f"{head}/env/failed": float(count) for head, count in zip(heads, counts, strict=True)}
@@ -168,12 +163,8 @@ class EvaluationRun:
 
         Samples with failed rewards or environments are written to ``<name>-<file>-rank-<r>.jsonl`` in the folder.
         """
-        each = zip(self.questions, self.failing, self.unread, self.broken, self.answered, strict=True)
-        for questions, calls, unread, broken, answered in each:
-            path = None if folder is None else folder / f"{questions.name}-{file}-rank-{self.rank}.jsonl"
-            report_failures(calls, path)
-            failed_path = None if path is None else path.parent.with_name(FOLDER) / path.name
-            report_environments(broken, failed_path, answered)
+        for questions, failures, unread in zip(self.questions, self.failures, self.unread, strict=True):
+            failures.write(folder, f"{questions.name}-{file}-rank-{self.rank}.jsonl")
             number = sum(answers.read.count(False) for answers in unread)
             report_answers(questions.name, number, unread[0].cause if unread else "")
 

@@ -6,7 +6,7 @@ from typing import Self
 from lightning_rl.processes.worker import describe
 from lightning_rl.utils.keys import hide_secrets
 
-TIMEOUT, DEATH, LOADING, INTERRUPT = "timeout", "lost process", "loading", "interrupt"
+TIMEOUT, DEATH, LOADING, INTERRUPT, INVALID = "timeout", "lost process", "loading", "interrupt", "invalid"
 
 
 class CallError(Exception):

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
 
+from lightning_rl.processes.errors import INTERRUPT, TIMEOUT
+
 Result = TypeVar("Result")
 
 HURRY = 3.0  # seconds that a call may take after a signal stopped the run
@@ -18,7 +20,16 @@ LONGEST = 1e6  # seconds; timers accept no more
 
 
 class RewardTimeoutError(BaseException):
-    """Time limit exceeded; a BaseException, so that ``except Exception`` in a reward does not catch it."""
+    """Time limit exceeded; a BaseException, so that ``except Exception`` in a reward does not catch it.
+
+    Args:
+        message: Predicate of "reward x ...".
+        kind: :data:`.errors.TIMEOUT`, or :data:`.errors.INTERRUPT` if a signal stopped the run.
+    """
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 @dataclass(slots=True)
@@ -56,7 +67,7 @@ class Clock:
             _set_timer(remaining(seconds))
             result = function()
             if not self.running:
-                raise RewardTimeoutError(f"{self.reason()} and caught the timeout: wrap it in SubprocessReward(...)")
+                raise self._error(" and caught the timeout: wrap it in SubprocessReward(...)")
             return result
         finally:
             self.running = False
@@ -77,7 +88,10 @@ class Clock:
         del number, frame
         if self.running:
             self.running = False
-            raise RewardTimeoutError(self.reason())
+            raise self._error()
+
+    def _error(self, remark: str = "") -> RewardTimeoutError:
+        return RewardTimeoutError(f"{self.reason()}{remark}", INTERRUPT if self.stopped_by else TIMEOUT)
 
     def reason(self) -> str:
         """Return the cause of the timeout as the predicate of "reward x ..."."""

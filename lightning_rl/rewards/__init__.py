@@ -13,11 +13,10 @@ from lightning_rl.rewards.number_match import NumberMatch
 from lightning_rl.rewards.regex_match import RegexMatch
 from lightning_rl.rewards.repetition import Repetition
 from lightning_rl.rewards.reward_call import Reward
-from lightning_rl.rewards.reward_failures import RewardError
 from lightning_rl.rewards.reward_model import RewardModel
 from lightning_rl.rewards.sandbox import Sandbox, SandboxResult, SandboxUnavailable
 from lightning_rl.rewards.sandbox_service import SandboxService
-from lightning_rl.rewards.scoring import Rewards, RewardSource, Scores
+from lightning_rl.rewards.scoring import RewardError, Rewards, RewardSource
 from lightning_rl.rewards.subprocess_reward import SubprocessReward
 from lightning_rl.rewards.tag_format import TagFormat
 from lightning_rl.rewards.text import text_of
@@ -49,7 +48,6 @@ __all__ = [
     "SandboxResult",
     "SandboxService",
     "SandboxUnavailable",
-    "Scores",
     "SubprocessReward",
     "TagFormat",
     "TokenF1",

@@ -1,15 +1,12 @@
-"""Calls of reward functions: their arguments, and the extras that they log.
+"""Calling conventions of reward functions.
 
 Source: the ``reward_funcs`` of TRL's GRPOTrainer, whose functions run unchanged.
 """
 
 import inspect
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-from transformers import TrainerState
 
 from lightning_rl.samples import Rows
 from lightning_rl.utils.naming import REWARD_ARGUMENTS, in_words, nearest
@@ -21,37 +18,6 @@ None means that the reward does not apply to the row.
 """
 
 EXTRAS = ("trainer_state", "log_extra", "log_metric")
-
-
-@dataclass(slots=True)
-class Notes:
-    """Extras and metrics that one call logs.
-
-    Attributes:
-        number: Number of rows of the call.
-        extras: Columns, one value per row.
-        metrics: Logged numbers by name, in order.
-    """
-
-    number: int
-    extras: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: dict[str, list[float]] = field(default_factory=dict)
-
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Store a column beside the samples.
-
-        Raises:
-            ValueError: If the number of values is not the number of rows.
-        """
-        values = list(values)
-        if len(values) != self.number:
-            raise ValueError(f"expected {self.number} values in log_extra({column!r}, ...), got {len(values)}")
-        self.extras[str(column)] = values
-
-    def log_metric(self, name: str, value: Any) -> None:
-        """Add a number to the metric ``reward_metric/<function>/<name>``; a number that is not finite is dropped."""
-        if math.isfinite(number := float(value)):
-            self.metrics.setdefault(str(name), []).append(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +84,6 @@ class CallStyle:
         if self.by_keyword:
             return (), {"prompts": rows.prompts, "completions": rows.completions, **keywords}
         return (rows.prompts, rows.completions), keywords
-
-    def call(self, function: Reward, rows: Rows, notes: Notes, state: TrainerState | None = None) -> Any:
-        """Call the function and return its result, which may be awaitable."""
-        extras = {
-            "trainer_state": state or TrainerState(),
-            "log_extra": notes.log_extra,
-            "log_metric": notes.log_metric,
-        }
-        arguments, keywords = self.arguments(rows, extras)
-        return function(*arguments, **keywords)
 
 
 def _names_any(signature: inspect.Signature, known: Collection[str]) -> bool:

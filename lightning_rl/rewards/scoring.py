@@ -4,33 +4,32 @@ import inspect
 import math
 import re
 import time
-import traceback
 import warnings
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import wait
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from numbers import Real
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from jaxtyping import Bool, Float
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from transformers import TrainerState
 
+from lightning_rl.distributed import RunEndError
+from lightning_rl.processes.errors import INTERRUPT, INVALID, TIMEOUT
 from lightning_rl.processes.timeouts import CLOCK, RewardTimeoutError, remaining
-from lightning_rl.rewards.reward_call import CallStyle, Notes, Reward, completion_form
-from lightning_rl.rewards.subprocess_reward import Submitted, SubprocessReward
+from lightning_rl.rewards.reward_call import CallStyle, Reward, completion_form
+from lightning_rl.rewards.submitted import LOOP, Submitted
+from lightning_rl.rewards.subprocess_reward import SubprocessReward
 from lightning_rl.rewards.text import column_of
-from lightning_rl.rewards.values import InvalidRewardError, values_of
+from lightning_rl.rollout import Rollout
 from lightning_rl.samples import Failure, RewardCall, Rows
 from lightning_rl.signal.rounded_sum import rounded_sum
 from lightning_rl.utils.arguments import check_numbers, check_rows
-from lightning_rl.utils.event_loop import EventLoop
 from lightning_rl.utils.naming import check_columns, in_words, name_of
 from lightning_rl.utils.places import MODULE, check_place
-from lightning_rl.utils.torch_state import preserve_torch_state
 
 RewardSource = (
     Reward | Mapping[str, tuple[Reward, float] | Reward] | Sequence[Reward]
@@ -42,17 +41,10 @@ The total reward is the weighted sum; weights are 1 by default. A function of we
 
 RESERVED = frozenset({"task", "shaped", "missing", "failed", "greedy"})
 SECONDS = 300.0
-LOOP = EventLoop("rewards")
 
 
-class Scores(NamedTuple):
-    """Rewards of each row, in float64."""
-
-    total: Float[Tensor, " B"]  # weighted sum, as in rounded_sum; 0 if the row is not scored
-    raw: dict[str, Float[Tensor, " B"]]  # values of each function, by importance; NaN where missing
-    scored: Bool[Tensor, " B"]  # at least one function applied, and the row did not fail
-    failed: Bool[Tensor, " B"]  # a function of non-zero weight failed, or the total is too large for its dtype
-    calls: Sequence[RewardCall] = ()
+class RewardError(RunEndError):
+    """Rewards failed on more rows of a rollout than ``max_failure_rate`` allows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,15 +143,17 @@ class Rewards:
         dtype: torch.dtype = torch.float32,
         trainer_state: TrainerState | None = None,
         started: Mapping[str, Submitted] | None = None,
-    ) -> Scores:
-        """Score every row; a row on which a function of non-zero weight fails is not scored.
+    ) -> list[RewardCall]:
+        """Call every function on every row; :meth:`fill` weighs the values.
+
+        Calls in subprocesses and asynchronous ones run concurrently.
 
         Args:
             prompts: Prompts as in the data.
             completions: Texts of the completions.
             completion_ids: Token ids of each completion.
             columns: Other data columns, one value per row.
-            dtype: Dtype of the update, which has to hold every total; scores are in float64.
+            dtype: Dtype of the update; a row fails whose total it cannot hold.
             trainer_state: State for functions that take ``trainer_state``; None without a trainer.
             started: Result of :meth:`start` for the same rows.
 
@@ -167,30 +161,66 @@ class Rewards:
             TypeError: If the signature of a function is not that of a reward.
         """
         rows = _rows(prompts, completions, completion_ids, columns)
-        return self._combine(self._call_all(rows, trainer_state, started), rows, dtype)
-
-    def _call_all(
-        self, rows: Rows, trainer_state: TrainerState | None, started: Mapping[str, Submitted] | None
-    ) -> list[RewardCall]:
-        """Call every function; calls in subprocesses and asynchronous ones run concurrently."""
         if not len(rows):  # without rows there are no columns either
             return []
-        styles = {name: CallStyle.of(name, function, list(rows.columns)) for name, function in self.by_name.items()}
-        drafts = [_Draft(name, function, rows) for name, function in self.by_name.items()]
-        started = {} if started is None else started
-        in_subprocess = {draft.name: draft.function for draft in drafts if isinstance(draft.function, SubprocessReward)}
-        submitted = {
-            name: started[name] if name in started else function.submit(rows, styles[name], trainer_state)
-            for name, function in in_subprocess.items()
-        }
-        for draft in drafts:
-            if draft.name not in in_subprocess:
-                draft.call(styles[draft.name], trainer_state, self.timeout)
-        _await_all([(draft, draft.future) for draft in drafts if draft.future is not None], self.timeout)
-        for draft in drafts:
-            if draft.name in in_subprocess:
-                draft.collect(in_subprocess[draft.name], submitted[draft.name])
-        return [draft.finish() for draft in drafts]
+        calls = {name: Submitted.of(name, function, rows) for name, function in self.by_name.items()}
+        calls |= started or {}
+        elsewhere = {name: one for name, one in self.by_name.items() if isinstance(one, SubprocessReward)}
+        for name, function in elsewhere.items():
+            if name not in (started or {}):
+                function.submit(calls[name], trainer_state)
+        here = [call for name, call in calls.items() if name not in elsewhere]
+        for call in here:
+            call.call(trainer_state, self.timeout)
+        _await_all([call for call in here if call.tasks], self.timeout)
+        for name, function in elsewhere.items():
+            function.collect(calls[name])
+        return self._check_totals([call.finish() for call in calls.values()], rows, dtype)
+
+    def _check_totals(self, calls: list[RewardCall], rows: Rows, dtype: torch.dtype) -> list[RewardCall]:
+        """Add a failure for the rows whose total is too large, and warn of rows without a value."""
+        total, applied = self._totals(calls, len(rows))
+        failed = self.failed_rows(calls, len(rows))
+        _warn_of_no_value((~applied & ~failed).nonzero()[:, 0].tolist(), rows)
+        if not (overflow := applied & ~failed & ~torch.isfinite(total.to(dtype))).any():
+            return calls
+        parts = self._weighted_values(calls)
+        largest = max(parts, key=lambda name: float(parts[name][overflow].nan_to_num(0.0).abs().max()))
+        large = tuple(overflow.nonzero()[:, 0].tolist())
+        failure = Failure(large, f"makes a total reward too large for {dtype}", kind=INVALID)
+        return [call._replace(failures=[*call.failures, failure]) if call.name == largest else call for call in calls]
+
+    def fill(self, rollout: Rollout, calls: Sequence[RewardCall]) -> Rollout:
+        """Return the rows with their rewards: the weighted sum, the value of each function, and the rewarded rows.
+
+        A row on which a function of non-zero weight failed, or to which none applies, is not rewarded.
+        """
+        total, applied = self._totals(calls, len(rollout))
+        scored = applied & ~self.failed_rows(calls, len(rollout))
+        values = {call.name: _exact(call) for call in calls}
+        empty = torch.zeros(0, dtype=torch.float64)
+        return rollout.replace(
+            rewards=torch.where(scored, total, 0.0),
+            rewards_by_function={name: values.get(name, empty) for name in self.by_importance},
+            rewarded=scored & rollout.trained,
+        )
+
+    def failed_rows(self, calls: Sequence[RewardCall], number: int) -> Bool[Tensor, " B"]:
+        """Return a mask of the rows, ``number`` in all, that functions of non-zero weight failed on."""
+        failures = [failure for call in calls if self.weights[call.name] for failure in call.failures]
+        failed = torch.zeros(number, dtype=torch.bool)
+        failed[torch.tensor([row for failure in failures for row in failure.rows], dtype=torch.long)] = True
+        return failed
+
+    def _weighted_values(self, calls: Sequence[RewardCall]) -> dict[str, Float[Tensor, " B"]]:
+        """Return the values of each function of non-zero weight times the weight; NaN for rows without one."""
+        return {call.name: _exact(call) * self.weights[call.name] for call in calls if self.weights[call.name]}
+
+    def _totals(self, calls: Sequence[RewardCall], number: int) -> tuple[Float[Tensor, " B"], Bool[Tensor, " B"]]:
+        """Return the weighted sum of each row's values, as in :func:`rounded_sum`, and a mask of rows with a value."""
+        parts = [*self._weighted_values(calls).values(), torch.full((number,), math.nan, dtype=torch.float64)]
+        applied = ~torch.stack(parts).isnan().all(0)
+        return rounded_sum([part.where(~part.isnan(), 0.0) for part in parts[: max(len(parts) - 1, 1)]]), applied
 
     @property
     def starts_early(self) -> bool:
@@ -217,7 +247,7 @@ class Rewards:
         if not self._early or not prompts:
             return {}
         rows = _rows(prompts, completions, completion_ids, columns)
-        return {name: f.submit(rows, CallStyle.of(name, f, list(columns))) for name, f in self._early.items()}
+        return {name: function.submit(Submitted.of(name, function, rows)) for name, function in self._early.items()}
 
     def close(self) -> None:
         """End the subprocesses of functions."""
@@ -225,27 +255,11 @@ class Rewards:
             if isinstance(function, SubprocessReward):
                 function.close()
 
-    def _combine(self, calls: Sequence[RewardCall], rows: Rows, dtype: torch.dtype) -> Scores:
-        applied, failed = torch.zeros(len(rows), dtype=torch.bool), torch.zeros(len(rows), dtype=torch.bool)
-        raw: dict[str, Tensor] = {name: torch.zeros(0, dtype=torch.float64) for name in self.by_importance}
-        weighted: dict[str, Tensor] = {}
-        for call in calls:
-            missing = torch.tensor([value is None for value in call.values], dtype=torch.bool)
-            exact = torch.tensor([math.nan if value is None else value for value in call.values], dtype=torch.float64)
-            finite = torch.isfinite(exact)
-            raw[call.name] = torch.where(finite, exact, math.nan)
-            if (weight := self.weights[call.name]) != 0:
-                applied, failed = applied | finite, failed | ~(finite | missing)
-                weighted[call.name] = torch.where(finite, exact, 0.0) * weight
-        total = rounded_sum([*weighted.values()] or [torch.zeros(len(rows), dtype=torch.float64)])
-        _warn_of_no_value((~applied & ~failed).nonzero()[:, 0].tolist(), rows)
-        if (overflow := applied & ~failed & ~torch.isfinite(total.to(dtype))).any():
-            name = max(weighted, key=lambda name: float(weighted[name][overflow].abs().max()))
-            failure = Failure(tuple(overflow.nonzero()[:, 0].tolist()), f"makes a total reward too large for {dtype}")
-            calls = [call._replace(failures=[*call.failures, failure]) if call.name == name else call for call in calls]
-        failed = failed | overflow
-        scored = applied & ~failed
-        return Scores(torch.where(scored, total, 0.0), raw, scored, failed, calls)
+
+def _exact(call: RewardCall) -> Float[Tensor, " B"]:
+    """Return the values of a call in float64; NaN where the function does not apply or failed."""
+    values = torch.tensor([math.nan if value is None else value for value in call.values], dtype=torch.float64)
+    return torch.where(torch.isfinite(values), values, math.nan)
 
 
 def _inner(function: Reward) -> Reward:
@@ -339,81 +353,6 @@ def check_reward_names(names: Sequence[Any]) -> None:
                 )
 
 
-@dataclass(slots=True)
-class _Draft:
-    """Call in progress: holds a result, a failure or an awaitable."""
-
-    name: str
-    function: Reward
-    rows: Rows
-    notes: Notes = field(init=False)
-    seconds: float = 0.0
-    future: "Future[Any] | None" = None
-    values: list[float | None] | None = None
-    failures: list[Failure] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.notes = Notes(len(self.rows))
-
-    def call(self, style: CallStyle, trainer_state: TrainerState | None, seconds: float | None) -> None:
-        """Call the function in this process; a coroutine is started."""
-        returned = self.store(lambda: CLOCK.run(lambda: self._values(style, trainer_state), seconds))
-        if inspect.isawaitable(returned):
-            self.future = _start(returned)
-        else:
-            self.values = returned
-
-    def store(self, call: Callable[[], Any]) -> Any:
-        """Return the result of a function; if it raises, mark every row as failed and return None."""
-        begin = time.perf_counter()
-        try:
-            with preserve_torch_state():
-                return call()
-        except (KeyboardInterrupt, SIGTERMException):  # from a signal, not from the function
-            raise
-        except BaseException as error:  # noqa: BLE001  the boundary to foreign code, which may call exit() as well
-            self.fail(error)
-        finally:
-            self.seconds += time.perf_counter() - begin
-
-    def _values(self, style: CallStyle, trainer_state: TrainerState | None) -> Any:
-        """Return the result of the function; a generator runs here, within the time limit."""
-        returned = style.call(self.function, self.rows.copy(), self.notes, trainer_state)
-        return returned if inspect.isawaitable(returned) else values_of(returned, len(self.rows))
-
-    def collect(self, function: SubprocessReward, submitted: Submitted) -> None:
-        """Wait for a call in other processes."""
-        begin = time.perf_counter()
-        self.values, self.failures = function.collect(submitted, self.notes)
-        self.seconds = time.perf_counter() - begin
-
-    def fail(self, error: BaseException) -> None:
-        """Mark every row as failed."""
-        self.failures.append(Failure(tuple(range(len(self.rows))), _cause(error), _traceback(error)))
-
-    def finish(self) -> RewardCall:
-        """Return the record of the call, with a failure for every row whose value is not finite."""
-        values, rows, notes = self.values or [math.nan] * len(self.rows), self.rows, self.notes
-        known = {row for failure in self.failures for row in failure.rows}
-        returned: dict[str, list[int]] = {}
-        for row, value in enumerate(values):
-            if value is not None and not math.isfinite(value) and row not in known:
-                returned.setdefault(f"returned {value}", []).append(row)
-        return RewardCall(
-            self.name,
-            rows.completion_ids,
-            values,
-            self.seconds,
-            rows.prompts,
-            rows.completions,
-            rows.columns,
-            self.function,
-            [*self.failures, *(Failure(tuple(bad), cause) for cause, bad in returned.items())],
-            notes.extras,
-            notes.metrics,
-        )
-
-
 def _rows(
     prompts: Sequence[Any],
     completions: Sequence[str],
@@ -427,55 +366,25 @@ def _rows(
     return Rows(prompts=prompts, completions=forms, completion_ids=completion_ids, columns=columns)
 
 
-def return_alone(name: str, function: Reward, rows: Rows) -> Any:
-    """Return the unchecked result of a function outside of a run; it may raise or edit the rows."""
-    returned = CallStyle.of(name, function, list(rows.columns)).call(function, rows, Notes(len(rows)))
-    return _start(returned).result() if inspect.isawaitable(returned) else returned
-
-
-def _start(awaitable: Awaitable[Any]) -> "Future[Any]":
-    """Start an awaitable in the event loop and return its future."""
-
-    async def result() -> Any:
-        return await awaitable
-
-    return LOOP.start(result())
-
-
-def _await_all(drafts: "Sequence[tuple[_Draft, Future[Any]]]", seconds: float | None) -> None:
+def _await_all(calls: Sequence[Submitted], seconds: float | None) -> None:
     """Await all coroutines concurrently; one that blocks the event loop fails the others as well."""
-    if not drafts:
+    if not calls:
         return
-    begin, late, interrupt = time.perf_counter(), f"took longer than {seconds or 0:g} s", ""
+    begin, late, kind = time.perf_counter(), f"took longer than {seconds or 0:g} s", TIMEOUT
+    futures = [future for call in calls for _, future in call.tasks]
     try:
-        CLOCK.run(lambda: wait([future for _, future in drafts], remaining(seconds)), None)
+        CLOCK.run(lambda: wait(futures, remaining(seconds)), None)
     except RewardTimeoutError as error:
-        late = interrupt = str(error)
-    unfinished = [future for _, future in drafts if not future.done()]
-    block = LOOP.find_block() if unfinished and not interrupt else ""
+        late, kind = str(error), error.kind
+    unfinished = [future for future in futures if not future.done()]
+    block = LOOP.find_block() if unfinished and kind != INTERRUPT else ""
     if block:
         late += (
             ", because a coroutine blocks the event loop of rewards: use an asynchronous client or asyncio.to_thread"
         )
-    for draft, future in drafts:
-        if future in unfinished:
-            future.cancel()
-            draft.failures.append(Failure(tuple(range(len(draft.rows))), late, block))
-        else:
-            draft.values = draft.store(lambda future=future, draft=draft: values_of(future.result(), len(draft.rows)))
-        draft.seconds += time.perf_counter() - begin
-
-
-def _cause(error: BaseException) -> str:
-    if isinstance(error, RewardTimeoutError):
-        return str(error)
-    if isinstance(error, InvalidRewardError):
-        return f"returned invalid rewards: {error}"
-    return f"raised {error!r:.500}"
-
-
-def _traceback(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
+    for call in calls:
+        call.collect(unfinished, late, kind, block)
+        call.seconds += time.perf_counter() - begin
 
 
 def _warn_of_no_value(rows: Sequence[int], samples: Rows) -> None:

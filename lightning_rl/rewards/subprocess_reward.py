@@ -3,43 +3,28 @@
 import asyncio
 import inspect
 import itertools
-import math
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
-from dataclasses import replace
+from concurrent.futures import wait
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import TrainerState
 
-from lightning_rl.processes.errors import DEATH, LOADING, CallError
+from lightning_rl.processes.errors import DEATH
 from lightning_rl.processes.pool import Pool, dump
 from lightning_rl.processes.timeouts import CLOCK, RewardTimeoutError
-from lightning_rl.rewards.reward_call import EXTRAS, CallStyle, Notes, Reward
-from lightning_rl.rewards.values import InvalidRewardError, values_of
-from lightning_rl.samples import Failure, Rows
+from lightning_rl.rewards.reward_call import EXTRAS, Reward
+from lightning_rl.rewards.submitted import Submitted
+from lightning_rl.samples import Rows
 from lightning_rl.utils.arguments import check_counts, check_numbers
 from lightning_rl.utils.naming import name_of
 
 STARTING = threading.Lock()  # concurrent rollouts may start their rewards at the same time
-
-
-class Submitted(NamedTuple):
-    """Tasks of a running call, each with its rows."""
-
-    rows: Rows
-    tasks: "Sequence[tuple[tuple[int, ...], Future[Any]]]"
-
-
-class Results(NamedTuple):
-    """Result of a call: one value per row (NaN for a failure) and the failures."""
-
-    values: list[float | None]
-    failures: list[Failure]
 
 
 class SubprocessReward:
@@ -103,47 +88,34 @@ class SubprocessReward:
         ids = columns.pop("completion_ids", [()] * len(prompts))
         columns = {name: values for name, values in columns.items() if name not in EXTRAS}
         rows = Rows(prompts=prompts, completions=completions, completion_ids=ids, columns=columns)
-        style = CallStyle.of(self.__name__, self.reward, list(columns))
-        values, failures = self.collect(self.submit(rows, style), Notes(len(rows)))
-        for failure in failures:
+        call = self.submit(Submitted.of(self.__name__, self, rows))
+        self.collect(call)
+        for failure in call.finish().failures:
             text = f"reward {self.__name__} {failure.cause} for rows {list(failure.rows)}\n{failure.traceback}"
             warnings.warn(text.rstrip(), stacklevel=2)
-        return values
+        return call.values
 
-    def submit(self, rows: Rows, style: CallStyle, state: TrainerState | None = None) -> Submitted:
-        """Start a call and return at once."""
-        parts = [(row,) for row in range(len(rows))] if self.per_sample else [tuple(range(len(rows)))]
+    def submit(self, call: Submitted, state: TrainerState | None = None) -> Submitted:
+        """Start a call and return it at once."""
+        parts = [(row,) for row in call.all_rows] if self.per_sample else [call.all_rows]
         state = None if self.starts_early else state
         with STARTING:
             pool = self._start()
-        tasks = [(part, pool.submit(_task(rows.select(part), style, state), self.seconds)) for part in parts]
-        return Submitted(rows, tasks)
+        call.tasks = [(part, pool.submit(_task(call, part, state), self.seconds)) for part in parts]
+        return call
 
-    def collect(self, submitted: Submitted, notes: Notes) -> Results:
-        """Wait for a call.
-
-        Args:
-            submitted: Result of :meth:`submit`.
-            notes: Notes of the call; those of each task are added to it.
-        """
-        late = "was cancelled"
+    def collect(self, call: Submitted) -> None:
+        """Wait for a call."""
+        begin, late, kind = time.perf_counter(), "was cancelled", DEATH
         try:
-            CLOCK.run(lambda: wait([future for _, future in submitted.tasks]), None)
+            CLOCK.run(lambda: wait([future for _, future in call.tasks]), None)
         except RewardTimeoutError as error:
-            late = str(error)
+            late, kind = str(error), error.kind
         except BaseException:  # Ctrl-C: at exit Python waits for the threads of the tasks
             self.close()
             raise
-        unfinished = [future for _, future in submitted.tasks if not future.done()]
-        for future in unfinished:
-            future.cancel()  # else the next call queues behind them
-        results = Results([math.nan] * notes.number, [])
-        for part, future in submitted.tasks:
-            lost = future in unfinished or future.cancelled()
-            failure = Failure(part, late) if lost else _add(results, part, future, notes)
-            if failure is not None:
-                results.failures.append(failure)
-        return results._replace(failures=_merge(results.failures))
+        call.seconds = time.perf_counter() - begin
+        call.collect([future for _, future in call.tasks if not future.done() or future.cancelled()], late, kind)
 
     def close(self) -> None:
         """End the processes; the next call starts new ones."""
@@ -188,9 +160,9 @@ def with_notes(function: Reward) -> Callable[..., tuple[Any, list[tuple[str, Any
     return call
 
 
-def _task(rows: Rows, style: CallStyle, state: TrainerState | None) -> bytes:
-    """Return the pickled arguments of a call on some rows."""
-    given = {}
+def _task(call: Submitted, part: Sequence[int], state: TrainerState | None) -> bytes:
+    """Return the pickled arguments of a call on some of its rows."""
+    rows, style, given = call.rows.select(part), call.style, dict[str, Any]()
     if "trainer_state" in style.extras and state is not None:
         given["trainer_state"] = SimpleNamespace(
             global_step=state.global_step, max_steps=state.max_steps, epoch=state.epoch
@@ -202,50 +174,3 @@ def _task(rows: Rows, style: CallStyle, state: TrainerState | None) -> bytes:
         for name, values in rows.columns.items():
             dump(values, f"a column {name}", "pass plain values to a SubprocessReward")
         raise
-
-
-def _add(results: Results, part: tuple[int, ...], future: "Future[Any]", notes: Notes) -> Failure | None:
-    """Add the result of one task, or return its failure."""
-    try:
-        value, columns, metrics = future.result()
-    except CallError as error:
-        return Failure(part, _cause(error), error.log)
-    try:
-        values = values_of(value, len(part))
-        for column, items in columns:
-            _add_extra(notes, column, part, items)
-        for name, number in metrics:
-            notes.log_metric(name, number)
-    except ValueError as error:
-        kind = "returned invalid rewards: " if isinstance(error, InvalidRewardError) else ""
-        return Failure(part, f"{kind}{error}")
-    for row, value in zip(part, values, strict=True):
-        results.values[row] = value
-    return None
-
-
-def _cause(error: CallError) -> str:
-    """Return the cause of a failure as the predicate of "reward x ..."."""
-    if error.kind == DEATH:
-        return f"lost its process, which {error.message}"
-    if error.kind == LOADING:
-        return f"could not be loaded in a process: {error.message}"
-    return f"raised {error.error}" if error.error else error.message
-
-
-def _add_extra(notes: Notes, column: str, part: tuple[int, ...], items: Sequence[Any]) -> None:
-    if len(items) != len(part):
-        raise ValueError(f"expected {len(part)} values in log_extra({column!r}, ...), got {len(items)}")
-    values = notes.extras.get(column) or [None] * notes.number
-    for row, item in zip(part, items, strict=True):
-        values[row] = item
-    notes.log_extra(column, values)
-
-
-def _merge(failures: Sequence[Failure]) -> list[Failure]:
-    """Return one failure per cause, with all its rows."""
-    merged: dict[str, Failure] = {}
-    for failure in failures:
-        first = merged.setdefault(failure.cause, replace(failure, rows=()))
-        merged[failure.cause] = replace(first, rows=(*first.rows, *failure.rows))
-    return list(merged.values())

@@ -1,7 +1,7 @@
 """Sampler: prompts to completions to rewards, in rounds until enough groups are kept."""
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,14 +18,7 @@ from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.data import Prompt
 from lightning_rl.distributed import ALONE, Collectives, failing_together
 from lightning_rl.environments import converse
-from lightning_rl.environments.outcome import (
-    FOLDER,
-    EnvironmentSummary,
-    check_environments,
-    metrics_of,
-    report_environments,
-    reward_columns,
-)
+from lightning_rl.environments.outcome import metrics_of, reward_columns
 from lightning_rl.environments.run_environments import Environments
 from lightning_rl.generation import Completion, Engine, EngineError, Request, SamplingParams
 from lightning_rl.generation.validate_completions import Answers
@@ -33,9 +26,9 @@ from lightning_rl.policy.sampling_mask import holds
 from lightning_rl.rewards import RewardCall, Rewards
 from lightning_rl.rewards.constant_calls import describe_constant_calls
 from lightning_rl.rewards.correctness import deciding_scores
-from lightning_rl.rewards.reward_failures import RewardSummary, check_failures, report_failures, was_cut_short
-from lightning_rl.rewards.subprocess_reward import Submitted
+from lightning_rl.rewards.submitted import Submitted
 from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, FinishReason, Rollout, concatenate
+from lightning_rl.rollouts.failures import FailureReport, check_failures
 from lightning_rl.samples import PROMPT, Trajectory
 from lightning_rl.samples.seeds import GREEDY, request_seed, sample_id
 from lightning_rl.samples.trajectory_state import state_of_trajectories, trajectories_of_state
@@ -179,8 +172,8 @@ class Sampler:
         """
         parts: list[Rollout] = []
         calls: list[RewardCall] = []
-        failed: list[Tensor] = []
         conversations: list[Trajectory] = []
+        report = FailureReport(self.rewards)
         sampled, missing, filtered, aborted, solved, unsolved = first, groups, 0, 0, 0, 0
         for round_number in range(self.max_rounds):
             wanted = self.collectives.objects(missing)
@@ -196,21 +189,21 @@ class Sampler:
                 self.corrections.observe_rewards(part, new)
                 part = part.replace(rewarded=part.rewarded & self.corrections.reward_mask(part))
                 keep = self.corrections.keep_groups(part)
-            calls, failed = [*calls, *new], [*failed, failing]
+            calls = [*calls, *new]
             conversations += sampled.trajectories if self.environments else ()
+            report.add(sampled.trajectories, new, failing)
             aborted += int((part.finish == FinishReason.ABORT).sum())
             solved, unsolved = (sum(pair) for pair in zip((solved, unsolved), solve_counts(part), strict=True))
             parts.append(part.select(keep))
             kept = int(keep.sum()) // self.group_size
             filtered += len(part) // self.group_size - kept
             missing -= kept
-        logged = self._close_rewards(calls, torch.cat(failed), number, rank)
-        logged |= self._close_environments(conversations, number, rank)
+        logged = self._close(report, self._metrics_of(calls, conversations), number, rank)
         if missing:
             warnings.warn(f"{missing} groups are missing after {self.max_rounds} rounds of refilling", stacklevel=2)
         counts = {"groups/sampled": filtered + groups - missing, "groups/filtered": filtered}
         counts |= {"groups/solved": solved, "groups/unsolved": unsolved}
-        counts |= {"engine/aborted": aborted, **self._count_failures(calls, torch.cat(failed))}
+        counts |= {"engine/aborted": aborted, **report.stats()}
         stats = {name: stat.sum() for name, stat in Stat.numbers(counts).items()}
         weighted = [call for call in calls if self.rewards.weights[call.name]]
         return Collected(concatenate(parts), stats, logged, describe_constant_calls(weighted))
@@ -220,50 +213,25 @@ class Sampler:
         together = self.collectives.ranks > 1 and self.collectives.layers is None
         return failing_together(what) if together else nullcontext()
 
-    def _count_failures(self, calls: Sequence[RewardCall], failed: Tensor) -> dict[str, int]:
-        counts = {"reward/failed": int(failed.sum()), **{f"reward_failed/{name}": 0 for name in self.rewards.by_name}}
-        for call in calls:
-            counts[f"reward_failed/{call.name}"] += sum(len(failure.rows) for failure in call.failures)
-        return counts
-
-    def _close_rewards(self, calls: Sequence[RewardCall], failed: Tensor, number: int, rank: int) -> dict[str, Stat]:
-        """Report failed rewards, end the run if there are too many, and return the metrics that rewards logged."""
-        name = f"rollout-{number}-rank-{rank}.jsonl"
-        path = None if self.failed_folder is None else self.failed_folder / name
-        cause = report_failures(calls, path)
+    def _metrics_of(self, calls: Sequence[RewardCall], conversations: Sequence[Trajectory]) -> dict[str, list[float]]:
+        """Return the metrics that rewards and environments logged."""
         logged: dict[str, list[float]] = {}
         for call in calls:
             for key, values in call.metrics.items():
                 logged.setdefault(f"reward_metric/{call.name}/{key}", []).extend(values)
-        summary = RewardSummary(
-            rows=len(failed),
-            failed=int(failed.sum()),
-            cause=cause,
-            path=str(path) if cause and path is not None else "",
-            stopped_by=was_cut_short(calls),
-            metrics=tuple(logged),
-        )
-        summaries = self.collectives.objects(self.collectives.share(summary))
-        check_failures(summaries, number, self.rewards.max_failure_rate)
-        return self._stats_of(logged, {name for summary in summaries for name in summary.metrics})
+        return logged | ({} if self.environments is None else metrics_of(conversations))
 
-    def _close_environments(self, conversations: Sequence[Trajectory], number: int, rank: int) -> dict[str, Stat]:
-        """Report failed conversations, end the run if there are too many, and return the metrics of all."""
-        if self.environments is None:
-            return {}
-        logged = self.collectives.share(metrics_of(conversations))
-        name = f"rollout-{number}-rank-{rank}.jsonl"
-        path = None if self.failed_folder is None else self.failed_folder.with_name(FOLDER) / name
-        written = report_environments(conversations, path)
-        summary = self.collectives.share(EnvironmentSummary.of(conversations, written))
-        summaries = self.collectives.objects((summary, tuple(logged)))
-        check_environments([summary for summary, _ in summaries], number, self.environments.max_failure_rate)
-        return self._stats_of(logged, {name for _, names in summaries for name in names})
-
-    @staticmethod
-    def _stats_of(logged: Mapping[str, Sequence[float]], names: Collection[str]) -> dict[str, Stat]:
-        """Return a metric for each name that any rank logged."""
-        return {name: Stat.of(torch.tensor(logged.get(name, []), dtype=torch.float64)) for name in sorted(names)}
+    def _close(
+        self, report: FailureReport, logged: Mapping[str, Sequence[float]], number: int, rank: int
+    ) -> dict[str, Stat]:
+        """Report failures, end the run if there are too many, and return a metric for each name that a rank logged."""
+        summary = report.write(self.failed_folder, f"rollout-{number}-rank-{rank}.jsonl")
+        summary, logged = self.collectives.share((summary, logged))
+        everyone = self.collectives.objects((summary, tuple(logged)))
+        conversations = None if self.environments is None else self.environments.max_failure_rate
+        check_failures([one for one, _ in everyone], number, self.rewards.max_failure_rate, conversations)
+        names = sorted({name for _, names in everyone for name in names})
+        return {name: Stat.of(torch.tensor(logged.get(name, []), dtype=torch.float64)) for name in names}
 
     def sample(
         self, prompts: Sequence[Prompt], *, group_size: int | None = None, sampling: SamplingParams | None = None
@@ -272,9 +240,10 @@ class Sampler:
         sampler = replace(self, greedy_baseline=False)
         wanted = sampler.open(prompts, 0, group_size=group_size or 1, sampling=sampling)
         sampled = sampler.generate_together(wanted, logprobs=self.reads_logprobs(0))
-        rollout, calls, _ = sampler.score(sampled)
-        report_failures(calls, None)
-        report_environments(sampled.trajectories, None)
+        rollout, calls, failed = sampler.score(sampled)
+        report = FailureReport(self.rewards)
+        report.add(sampled.trajectories, calls, failed)
+        report.write()
         return rollout
 
     def open(
@@ -419,16 +388,14 @@ class Sampler:
         self, sampled: Sampled, *, baseline: bool
     ) -> tuple[Rollout, list[RewardCall], Bool[Tensor, " B"]]:
         samples = sampled.select(baseline=baseline)
-        scores = self.rewards(
+        calls = self.rewards(
             **self.reward_arguments(samples),
             dtype=self.dtype,
             trainer_state=self.trainer_state,
             started={} if baseline else sampled.started,
         )
         rows = self._lay_out(samples, logprobs=sampled.logprobs)
-        rewarded = scores.scored & rows.trained
-        scored = rows.replace(rewards=scores.total, rewards_by_function=scores.raw, rewarded=rewarded)
-        return scored, list(scores.calls), scores.failed
+        return self.rewards.fill(rows, calls), calls, self.rewards.failed_rows(calls, len(rows))
 
     def _lay_out(self, samples: Sequence[Trajectory], *, logprobs: bool) -> Rollout:
         rows = Rollout.of(

@@ -1,8 +1,9 @@
 """Records of a sample on its way from a row of the data to a row of a rollout."""
 
 from lightning_rl.samples.completion import Completion, FinishReason, Request
+from lightning_rl.samples.failure import Failure
 from lightning_rl.samples.prompt import Message, Prompt
-from lightning_rl.samples.reward_call import Failure, RewardCall, Rows
+from lightning_rl.samples.reward_call import RewardCall, Rows
 from lightning_rl.samples.sampling_params import SamplingParams
 from lightning_rl.samples.trajectory import PROMPT, Segment, Trajectory
 

@@ -5,28 +5,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from lightning_rl.utils.keys import hide_secrets
+from lightning_rl.samples.failure import Failure
 from lightning_rl.utils.mutation_guard import changed_entries, copy_plain
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Rows that a reward function failed to score; secrets in its texts are hidden.
-
-    Attributes:
-        rows: Row indices within the call.
-        cause: Predicate of the sentence "reward x ...", such as "took longer than 3 s".
-        traceback: Traceback of the exception, or an empty string.
-    """
-
-    rows: tuple[int, ...]
-    cause: str
-    traceback: str = ""
-
-    def __post_init__(self) -> None:
-        """Hide secrets, since exceptions of clients quote requests."""
-        for name in ("cause", "traceback"):
-            object.__setattr__(self, name, hide_secrets(getattr(self, name)))
 
 
 class RewardCall(NamedTuple):

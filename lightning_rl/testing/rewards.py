@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from lightning_rl.rewards import Reward, RewardCall
-from lightning_rl.rewards.scoring import return_alone
+from lightning_rl.rewards.submitted import return_alone
 from lightning_rl.samples import Rows
 from lightning_rl.testing.properties.reward_rows import rows_valued_otherwise
 from lightning_rl.testing.shrinking import PropertyError, smallest

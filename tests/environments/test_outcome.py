@@ -17,8 +17,9 @@ from typing_extensions import override
 from lightning_rl import FinishReason, PromptDataModule, Rollout, SamplingParams
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.environments import EnvironmentReward, TokenStep
-from lightning_rl.environments.outcome import EnvironmentSummary, FailedEnvironmentsError, check_environments
+from lightning_rl.environments.outcome import FailedEnvironmentsError
 from lightning_rl.generation import Request
+from lightning_rl.rollouts.failures import FailureSummary, check_failures
 
 
 def train(
@@ -94,13 +95,15 @@ def test_a_group_that_lost_a_row_is_judged_by_the_others(tmp_path: Path) -> None
     ("failed", "share", "ends"), [(0, 0.1, False), (3, 0.5, False), (4, 0.5, True), (8, None, False)]
 )
 def test_the_share_is_that_of_all_ranks(failed: int, share: float | None, ends: bool) -> None:
-    half = EnvironmentSummary(4, (("timeout: step", failed - failed // 2),) if failed else ())
-    other = EnvironmentSummary(4, (("timeout: step", failed // 2),) if failed // 2 else ())
+    parts = (failed - failed // 2, failed // 2)
+    half, other = (
+        FailureSummary(4, 0, conversations=4, broken={"timeout: step": part} if part else {}) for part in parts
+    )
     if not ends:
-        check_environments([half, other], 3, share)
+        check_failures([half, other], 3, None, share)
         return
     with pytest.raises(FailedEnvironmentsError, match=r"4 of 8 .* timeout: step \(4 times\)"):
-        check_environments([half, other], 3, share)
+        check_failures([half, other], 3, None, share)
 
 
 class Shut(Echo):

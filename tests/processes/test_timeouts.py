@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from kit.scores import Scores, scores_of
 from kit.support import fit, parity_reward, tiny_module, tiny_prompts, weights_of
 
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.processes.timeouts import CLOCK, RewardTimeoutError
-from lightning_rl.rewards import RewardError, Rewards, Scores
+from lightning_rl.rewards import RewardError, Rewards
 
 
 def scores(rewards: Any, seconds: float | None = 0.3) -> Scores:
-    return Rewards(rewards, timeout=seconds)(["q"], ["a"], completion_ids=[[1]], columns={})
+    return scores_of(Rewards(rewards, timeout=seconds), ["q"], ["a"], completion_ids=[[1]], columns={})
 
 
 def sleep(*_: Any, **__: Any) -> list[float]:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from kit.rows import Rows
+from kit.scores import Scores, scores_of
 from kit.support import fit, tiny_module, tiny_tokenizer
 from transformers import TrainerState
 
 from lightning_rl import PromptDataModule
-from lightning_rl.rewards import ExactMatch, Rewards, Scores, SubprocessReward
+from lightning_rl.rewards import ExactMatch, SubprocessReward
 from lightning_rl.rewards.scoring import may_read
 from lightning_rl.testing.properties.reward_rows import rows_valued_otherwise
 
@@ -23,7 +24,7 @@ CHAT = [{"role": "user", "content": "a b"}]
 def scores(rewards: Any, prompts: Sequence[Any] = ("q", "r"), **options: Any) -> Scores:
     completions = ["<think>x</think>4", "no"][: len(prompts)]
     known: dict[str, Any] = {"completion_ids": [[1, 2], [3]], "columns": {"answer": ["4", "5"]}, **options}
-    return Rewards(rewards)(list(prompts), completions, **known)
+    return scores_of(rewards, list(prompts), completions, **known)
 
 
 # Each is written as the documentation of TRL's GRPOTrainer has them.

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.scores import Scores, scores_of
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_rl.rewards import ExactMatch, Failure, Reward, Rewards, Scores
+from lightning_rl.rewards import ExactMatch, Failure, Reward, Rewards
 
 Values = Sequence[float | None]
 
@@ -49,8 +50,7 @@ def scores(rewards: Any, rows: int, **options: Any) -> Scores:
     completions = [f"said {row}" for row in range(rows)]
     ids = [[row] for row in range(rows)]
     known: dict[str, Any] = {"completion_ids": ids, "columns": {}, **options}
-    rewards = rewards if isinstance(rewards, Rewards) else Rewards(rewards)
-    return rewards(list(range(rows)), completions, **known)
+    return scores_of(rewards, list(range(rows)), completions, **known)
 
 
 def test_values_are_weighted_and_summed_and_kept_raw() -> None:
@@ -77,7 +77,9 @@ def test_a_value_that_is_not_finite_takes_its_row_out(value: float) -> None:
     assert found.scored.tolist() == [True, False, True] and found.total.tolist() == [1.5, 0.0, 3.0]
     assert found.raw["said"].isnan().tolist() == [False, True, False] and found.raw["other"].tolist() == [1.0] * 3
     assert found.failed.tolist() == [False, True, False]
-    assert found.calls[0].failures == [Failure((1,), f"returned {value}")] and not found.calls[1].failures
+    assert (
+        found.calls[0].failures == [Failure((1,), f"returned {value}", kind="invalid")] and not found.calls[1].failures
+    )
 
 
 @pytest.mark.parametrize(("value", "weight"), [(1e39, 1.0), (3e38, 10.0)])
@@ -85,7 +87,7 @@ def test_a_total_too_large_for_its_dtype_takes_its_row_out(value: float, weight:
     found = scores({"said": (says(0.5, value), weight), "other": says(1.0, 1.0)}, 2)
     assert found.scored.tolist() == [True, False] and found.failed.tolist() == [False, True]
     assert found.total.tolist() == [0.5 * weight + 1.0, 0.0]
-    failure = Failure((1,), "makes a total reward too large for torch.float32")
+    failure = Failure((1,), "makes a total reward too large for torch.float32", kind="invalid")
     assert found.calls[0].failures == [failure] and not found.calls[1].failures
     assert scores({"said": (says(0.5, value), weight)}, 2, dtype=torch.float64).scored.all()
 
@@ -170,8 +172,8 @@ def test_no_function_can_edit_what_the_next_one_is_given() -> None:
 
     question = [[{"role": "user", "content": "2 + 2?"}]] * 2
     rewards = Rewards([editing, reading])
-    found = rewards(
-        question, ["4", "4"], completion_ids=[[1], [1]], columns={"answer": [{}, {"steps": ["a", "b", "c"]}]}
+    found = scores_of(
+        rewards, question, ["4", "4"], completion_ids=[[1], [1]], columns={"answer": [{}, {"steps": ["a", "b", "c"]}]}
     )
     assert found.total.tolist() == [6.0, 4.0]
     assert question[0][0]["content"] == "2 + 2?"
@@ -353,7 +355,7 @@ def test_no_function_is_called_without_rows_whose_columns_are_unknown_then() -> 
     def right(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **_: Any) -> Values:
         raise AssertionError("called")
 
-    scores = Rewards(right)([], [], completion_ids=[], columns={})
+    scores = scores_of(right, [], [], completion_ids=[], columns={})
     assert [len(scores.total), len(scores.raw["right"]), len(scores.scored), len(scores.calls)] == [0, 0, 0, 0]
 
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 from kit.marks import gone, pids_with, wait_for
+from kit.scores import Scores, scores_of
 from kit.support import fit, tiny_module, tiny_prompts, weights_of
 from transformers import TrainerState
 
-from lightning_rl.rewards import Failure, Rewards, Scores, SubprocessReward
+from lightning_rl.rewards import Failure, Rewards, SubprocessReward
 
 MADE: list[SubprocessReward] = []
 
@@ -49,7 +50,7 @@ def eventually_dead(pid: int) -> bool:
 
 def scores(reward: Any, texts: list[str], **columns: Any) -> Scores:
     ids = [[ord(letter) for letter in text] for text in texts]
-    return Rewards({"isolated": reward})(list(range(len(texts))), texts, completion_ids=ids, columns=columns)
+    return scores_of({"isolated": reward}, list(range(len(texts))), texts, completion_ids=ids, columns=columns)
 
 
 def causes(found: Scores) -> list[tuple[tuple[int, ...], str]]:
@@ -107,8 +108,30 @@ def test_exceptions_and_invalid_values_fail_their_rows() -> None:
     found = scores(isolated(odd, per_sample=True), ["y", "x", "z", "n"])
     assert found.scored.tolist() == [True, False, False, False]
     (first, raised, nan) = found.calls[0].failures
-    assert first.rows == (1,) and first.cause.endswith("got str 'text'") and nan == Failure((3,), "returned nan")
+    assert (
+        first.rows == (1,)
+        and first.cause.endswith("got str 'text'")
+        and nan == Failure((3,), "returned nan", kind="invalid")
+    )
     assert raised.cause == "raised KeyError('z')" and "in odd" in raised.traceback
+
+
+def dies_hangs_or_raises(prompts: Any, completions: Any, **_: Any) -> Any:
+    if completions[0] == "dies":
+        os._exit(3)
+    if completions[0] == "hangs":
+        time.sleep(1000)
+    return {"invalid": "text"}[completions[0]]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"), [("dies", "lost process"), ("hangs", "timeout"), ("raises", "KeyError"), ("invalid", "invalid")]
+)
+def test_a_failure_has_the_same_kind_wherever_the_reward_runs(text: str, kind: str) -> None:
+    elsewhere = isolated(dies_hangs_or_raises, seconds=0.5)
+    for reward in [elsewhere] if text == "dies" else [elsewhere, dies_hangs_or_raises]:
+        (call,) = Rewards(reward, timeout=0.5)(["q"], [text], completion_ids=[[1]], columns={})
+        assert [failure.kind for failure in call.failures] == [kind]
 
 
 class Unreadable:
@@ -215,7 +238,7 @@ def test_a_started_call_runs_before_its_result_is_collected(tmp_path: Path) -> N
     started = rewards.start(**rows)
     assert list(started) == ["isolated"] and wait_for((tmp_path / "done").exists)
     (tmp_path / "done").unlink()
-    assert rewards(**rows, started=started).total.tolist() == [3.0]
+    assert scores_of(rewards, **rows, started=started).total.tolist() == [3.0]
     assert not (tmp_path / "done").exists()
 
 
@@ -226,7 +249,7 @@ def test_a_reward_that_takes_the_trainer_state_does_not_start_early() -> None:
     rewards = Rewards({"isolated": isolated(asks)})
     rows: dict[str, Any] = {"prompts": ["q"], "completions": ["a"], "completion_ids": [[1]], "columns": {}}
     assert rewards.start(**rows) == {}
-    assert rewards(**rows, trainer_state=TrainerState(global_step=6)).total.tolist() == [6.0]
+    assert scores_of(rewards, **rows, trainer_state=TrainerState(global_step=6)).total.tolist() == [6.0]
 
 
 def test_processes_are_started_once_and_keep_their_state() -> None:

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import pytest
+from kit.scores import scores_of
 
 from lightning_rl.rewards import (
     ChoiceMatch,
@@ -47,7 +48,7 @@ def test_a_bad_row_fails_alone(reward: Any, completion: str, column: str, good: 
     columns = {column: [good, bad, good, None]}
     rewards = Rewards({"read": reward, "applies": lambda prompts, **_: [1.0] * len(prompts)})
     with pytest.warns(UserWarning, match=rf"{type(reward).__name__} cannot read 1 of its references.*{message}"):
-        found = rewards(["?"] * 4, [completion] * 4, completion_ids=[[1]] * 4, columns=columns)
+        found = scores_of(rewards, ["?"] * 4, [completion] * 4, completion_ids=[[1]] * 4, columns=columns)
     values = found.calls[0].values
     assert values[0] == values[2] == 1.0 and values[3] is None
     assert math.isnan(values[1] or 0.0) and found.failed.tolist() == [False, True, False, False]

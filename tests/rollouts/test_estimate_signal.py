@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from kit.scores import scores_of
 from kit.support import callback_of, fit, parity_reward, ragged_rollout, recorder, rollout_of, tiny_module, weights_of
 from properties.exports import ESTIMATOR_EXAMPLES
 from torch import Tensor
 from torch.testing import assert_close
 from typing_extensions import override
 
-from lightning_rl import GAE, GRPO, RLOO, FinishReason, RawReward, Rewards, Rollout
+from lightning_rl import GAE, GRPO, RLOO, FinishReason, RawReward, Rollout
 from lightning_rl.advantages import Advantages, Estimator, RewardSignal, RowFunction, resolve_advantages
 from lightning_rl.callbacks import AdaptiveKL, NoEOSMask, OverlongPenalty, ReferenceKL
 from lightning_rl.corrections import Corrections, RLCallback, Stat
@@ -257,7 +258,7 @@ def halves(weights: list[tuple[float, bool]]) -> dict[str, Any]:
 def rollout_of_totals(weights: list[tuple[float, bool]], rows: int = 8) -> Rollout:
     """Two groups whose rows have equal totals."""
     ids = [[1, 2]] * rows
-    totals = Rewards(halves(weights))(range(rows), [""] * rows, completion_ids=ids, columns={}).total
+    totals = scores_of(halves(weights), range(rows), [""] * rows, completion_ids=ids, columns={}).total
     rollout = rollout_of(totals.tolist(), ids, groups=[row // 4 for row in range(rows)]).replace(rewards=totals)
     old = torch.full(rollout.response_ids.shape, -1.0)
     squares = {SUM_PI_SQUARED: torch.full_like(old, 0.5)}

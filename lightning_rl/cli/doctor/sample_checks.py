@@ -10,15 +10,15 @@ from typing import Any
 
 from lightning_rl.cli.doctor.findings import error, fact, warning
 from lightning_rl.corrections import Corrections
-from lightning_rl.environments.outcome import report_environments
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import make_plan
 from lightning_rl.policy.logprobs import logprob_tolerance
 from lightning_rl.processes.timeouts import CLOCK, RewardTimeoutError
 from lightning_rl.rewards import Rewards
 from lightning_rl.rewards.reward_call import completion_form
-from lightning_rl.rewards.scoring import return_alone
+from lightning_rl.rewards.submitted import return_alone
 from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.failures import FailureReport
 from lightning_rl.rollouts.first_sample import first_sample
 from lightning_rl.rollouts.logprob_passes import add_logprobs
 from lightning_rl.samples import Rows, Trajectory
@@ -56,7 +56,9 @@ def draw_samples(module: RLLightningModule, number: int, limit: float) -> Checke
     sampler = replace(module.sampler, rewards=nothing, corrections=Corrections(), greedy_baseline=False)
     drawn = sampler.generate_together(sampler.open(prompts, 0), logprobs=sampler.reads_logprobs(0))
     rollout, *_ = sampler.score(drawn)
-    report_environments(drawn.trajectories, None)
+    report = FailureReport()
+    report.add(drawn.trajectories)
+    report.write()
     seconds = time.perf_counter() - begin
     arguments = sampler.reward_arguments(drawn.trajectories)
     pairs = zip(arguments["prompts"], arguments["completions"], strict=True)

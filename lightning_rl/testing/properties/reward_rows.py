@@ -6,7 +6,7 @@ from math import nan
 import torch
 
 from lightning_rl.rewards import RewardCall
-from lightning_rl.rewards.scoring import return_alone
+from lightning_rl.rewards.submitted import return_alone
 from lightning_rl.rewards.values import values_of
 
 

@@ -551,8 +551,8 @@ def swallows_errors(
     return scores
 
 
-def all_scored(scores: Any, *_: Any) -> Any:
-    return scores._replace(scored=torch.ones_like(scores.scored))
+def all_scored(rows: Any, *_: Any) -> Any:
+    return rows.replace(rewarded=rows.trained)
 
 
 GROUP_STATISTICS = lightning_rl.advantages.group_relative.group_statistics
@@ -840,7 +840,7 @@ ALL: tuple[Fault, ...] = (
     library(
         "missing rewards scored as zero",
         "reward",
-        [after(Rewards, "_combine", all_scored)],
+        [after(Rewards, "fill", all_scored)],
         options={"rewards": sometimes},
     ),
     library(

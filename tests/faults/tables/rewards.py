@@ -212,7 +212,7 @@ FAULTS: tuple[Fault, ...] = (
         "the rewards of its rows",
         check="reward_rows",
         options={"rewards": silent_on_some},
-        patches=[after(Rewards, "_combine", lambda scores, *_: scores._replace(scored=scores.scored | True))],
+        patches=[after(Rewards, "fill", lambda rows, *_: rows.replace(rewarded=rows.trained))],
     ),
     Fault("a reward kept by its prompt", "MemoByPrompt", fresh={"rewards": MemoByPrompt}, **AGAIN),
     Fault("a reward kept by the length of the answer", "MemoByLength", fresh={"rewards": MemoByLength}),

@@ -246,7 +246,7 @@ FAULTS: tuple[Fault, ...] = (
         "rewards of the row before",
         "stage generate",
         check="reward_rows",
-        patches=[after(Rewards, "__call__", lambda scores, *_: scores._replace(total=scores.total.roll(1)))],
+        patches=[after(Rewards, "fill", lambda rows, *_: rows.replace(rewards=rows.rewards.roll(1)))],
     ),
     Fault(
         "a reward of the place in the list", "reward by_row", check="reward_order", options={"rewards": parts.by_row}
