@@ -375,7 +375,7 @@ class BaseModule(LightningModule):
         if self.run.progress.origin is None:
             made = self.trainer.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001  the axis of Lightning's rows
             self.run.progress = replace(self.run.progress, origin=index - made)
-        self.run.commit(index, current=self.run.current)
+        self.run.commit(index, self.run.progress)
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -229,10 +229,9 @@ class RLLightningModule(BaseModule):
         """Take one optimizer step; skip it if the rollout is skipped, or if no rank has a token to train on."""
         run, parallel = self.run, self.parallel
         if self.skips(batch):
-            run.skipped += 1
-            run.commit(batch.index + 1, current=None)
+            run.end_step(batch, None)
             return {}
-        current, optimizer = cast(CurrentRollout, run.current), cast(LightningOptimizer, self.optimizers())
+        current, optimizer = cast(CurrentRollout, run.progress.current), cast(LightningOptimizer, self.optimizers())
         current.check_edits()
         self.seed_generators(batch)
         tokens = int(parallel.collectives.sum(torch.tensor(current.plan.tokens(batch.step), device=self.device)))
@@ -243,19 +242,17 @@ class RLLightningModule(BaseModule):
                     _warn_without_gradient(step)
                 step.lr, step.tokens = float(optimizer.param_groups[0]["lr"]), tokens
                 with (
-                    recording_nonfinite(self.trainer, cast(CurrentRollout, run.current), batch.step, step),
+                    recording_nonfinite(self.trainer, cast(CurrentRollout, run.progress.current), batch.step, step),
                     run.lost_updates.watch(self.required_policy.parameters(), step.lr),
                 ):
-                    step.norm = parallel.step(self.required_policy, optimizer, run.accept)
+                    step.norm = parallel.step(self.required_policy, optimizer, partial(run.accept, step))
             self.models.stepped = True
-            if not run.nonfinite_in_a_row and (scheduler := self.lr_schedulers()) is not None:
+            if step.made and (scheduler := self.lr_schedulers()) is not None:
                 cast(LRScheduler, scheduler).step()
         else:
-            run.skipped += 1
             step = StepGradient(trace=begin_trace(run, batch, parallel))
-        run.unlogged_step = step
         # Commit before the calls below, so that the checkpoint resumes with the next step if one of them raises.
-        run.commit(batch.index + 1, current=None if batch.step == self.steps_per_rollout - 1 else run.current)
+        run.end_step(batch, step)
         outputs = step.outputs()
         if tokens:
             run.corrections.after_step(outputs)
@@ -283,7 +280,7 @@ class RLLightningModule(BaseModule):
 
     def _accumulate(self, step_index: StepIndex, *, record_out_of_memory: bool = False) -> StepGradient:
         """Accumulate the gradient of a step over its microbatches."""
-        parallel, policy, current = self.parallel, self.required_policy, cast(CurrentRollout, self.run.current)
+        parallel, policy, current = self.parallel, self.required_policy, cast(CurrentRollout, self.run.progress.current)
         return accumulate_gradient(
             current.rollout,
             current.plan.step(step_index.step),

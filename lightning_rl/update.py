@@ -75,6 +75,7 @@ class StepGradient:
         out_of_memory: True if this rank ran out of memory and rows are missing.
         trace: Trace for callbacks that observe the step.
         norm: Gradient norm before clipping.
+        made: True once the optimizer has updated the weights, False for a non-finite norm, None without trained tokens.
         lr: Learning rate of the policy.
         tokens: Number of trained tokens of all ranks; a step without any is skipped.
     """
@@ -86,6 +87,7 @@ class StepGradient:
     out_of_memory: bool = False
     trace: StepTrace | None = None
     norm: Tensor = field(default_factory=lambda: torch.zeros(()))
+    made: bool | None = None
     lr: float = 0.0
     tokens: int = 0
 

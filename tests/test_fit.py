@@ -144,7 +144,7 @@ def test_an_optimizer_step_without_a_valid_token_is_skipped_and_counted() -> Non
     module = tiny_module(engine=FakeEngine(lambda request: [5] * request.sampling.max_new_tokens), epochs_per_rollout=2)
     trainer = fit(module, callbacks=[NoEOSMask("drop_tokens")])
     assert trainer.global_step == 0
-    assert module.run.skipped == 8
+    assert module.run.progress.skipped == 8
     fresh = tiny_policy().state_dict()
     assert all(torch.equal(weight, fresh[name]) for name, weight in module.policy.model.state_dict().items())  # pyrefly: ignore[missing-attribute]
 
@@ -169,7 +169,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_leaves_the_weights() -
     )
     trainer = fit(module, callbacks=[Explodes(steps=2)], max_epochs=1)
     assert trainer.global_step == 2
-    assert module.run.skipped == 2
+    assert module.run.progress.skipped == 2
     assert all(torch.isfinite(weight).all() for weight in module.parameters())
 
 

@@ -167,8 +167,8 @@ def test_hooks_of_the_library_run_before_those_of_a_subclass_that_read_their_res
 
         @override
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            assert self.run.current is not None
-            read["rollout"] = self.run.current.number
+            assert self.run.progress.current is not None
+            read["rollout"] = self.run.progress.current.number
 
         @override
         def configure_callbacks(self) -> list[Callback]:

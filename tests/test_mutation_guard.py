@@ -222,7 +222,7 @@ class Editing(RLCallback):
         self.kept = rollout
 
     def _edit(self, module: Any) -> None:
-        (module.run.current.rollout if self.current else self.kept).require("advantages").mul_(0.5)
+        (module.run.progress.current.rollout if self.current else self.kept).require("advantages").mul_(0.5)
 
     @override
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:

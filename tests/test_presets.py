@@ -33,7 +33,7 @@ def run(preset: Preset, *, callbacks: bool = True, rollouts: int = 1, **options:
     module = tiny_module(**{"max_new_tokens": LONGEST, **options, **preset.options})
     used = preset.callbacks if callbacks else ()
     trainer = fit(module, callbacks=used, max_steps=rollouts * module.steps_per_rollout)
-    assert trainer.global_step == rollouts * module.steps_per_rollout and module.run.skipped == 0
+    assert trainer.global_step == rollouts * module.steps_per_rollout and module.run.progress.skipped == 0
     return module
 
 

@@ -76,5 +76,5 @@ def test_a_step_that_was_skipped_returns_no_entropy_and_leaves_a_coefficient_tha
     module = tiny_module()
     fit(module, callbacks=[outputs, bonus, explodes], data=tiny_prompts(16), max_epochs=1)
     entropies = ["policy/entropy" in given for given in outputs.seen]
-    assert entropies == [True, False, True, True] and module.run.skipped == 1
+    assert entropies == [True, False, True, True] and module.run.progress.skipped == 1
     assert bonus.coef == pytest.approx(0.02 + 3 * 0.01)

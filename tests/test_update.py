@@ -198,7 +198,7 @@ def test_a_step_without_a_valid_token_has_no_norm_and_no_microbatches() -> None:
     engine = FakeEngine(lambda request: [5] * request.sampling.max_new_tokens)
     module = tiny_module(engine=engine)
     fit(module, callbacks=[NoEOSMask("drop_tokens"), observer])
-    assert module.run.skipped == len(observer.traces) == 4
+    assert module.run.progress.skipped == len(observer.traces) == 4
     assert all(trace.norm is None and not trace.microbatches and not trace.made for trace in observer.traces)
 
 

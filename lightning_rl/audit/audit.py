@@ -556,7 +556,7 @@ class _RunWatch:
         self.fields.state.keep_state()
 
     def _rows_of_plan(self, step: int) -> Tensor | None:
-        current = self.module.run.current
+        current = self.module.run.progress.current
         if current is None:
             return None
         parts = [current.rollout.sample_ids[microbatch.index] for microbatch in current.plan.step(step)]

@@ -43,7 +43,7 @@ def _of_run(module: RLLightningModule) -> Fingerprint:
     trainer = module.trainer
     schedules = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
     corrections = [one for one in callbacks_of(trainer) if isinstance(one, RLCallback)]
-    current = module.run.current
+    current = module.run.progress.current
     return {
         ROLLOUT: {} if current is None else _names(current.rollout.state()),
         WEIGHTS: dict(_leaves(module.state_dict())),

@@ -205,8 +205,8 @@ def _snapshot(module: RLLightningModule) -> Iterator[tuple[str, Numbers]]:
     if (reference := module.models.reference) is not None:
         frozen = {name: one for name, one in reference.model.named_parameters() if not one.requires_grad}
         yield REFERENCE, _join(sample_entries({name: local(one.detach()) for name, one in frozen.items()}, ENTRIES))
-    if module.run.current is not None:
-        plan = module.run.current.plan.microbatches()
+    if module.run.progress.current is not None:
+        plan = module.run.progress.current.plan.microbatches()
         rows = [row for microbatch in plan for row in [-1, *microbatch.index.tolist()]]
         yield "plan", ((), torch.tensor([len(plan), *rows]))
     metrics = {name: group.moments.flatten() for name, group in module.run.metrics.groups.items() if group.keys}

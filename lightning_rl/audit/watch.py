@@ -125,7 +125,7 @@ class FieldWatch(ValueGuard):
 
     def look(self, culprit: str = UNKNOWN, rollout: Rollout | None = None) -> None:
         """Record fields that differ, with the culprit; a reported change becomes the new reference."""
-        current = self._module.run.current
+        current = self._module.run.progress.current
         if rollout is None and current is not None:
             rollout = current.rollout
         if not self._raw or rollout is None:

@@ -69,7 +69,7 @@ class StepPrints(RLCallback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        current = cast(RLLightningModule, pl_module).run.current
+        current = cast(RLLightningModule, pl_module).run.progress.current
         if current is not None:
             self.observe(current.rollout)
         self.folder = None if self.folder is None else _of_first_rank(self.folder)

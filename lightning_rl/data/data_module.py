@@ -261,6 +261,11 @@ class PromptDataModule(LightningDataModule):
         """Commit the cursor, with the index of the next optimizer step."""
         self.committed = replace(self.position, index=index)
 
+    @property
+    def rollout(self) -> int:
+        """Number of the rollout of the next optimizer step, as of the last commit."""
+        return self.committed.index // self._module.steps_per_rollout
+
     def start_rollout(self) -> None:
         """Move from the committed position to the first step of a rollout, where a new fit begins."""
         steps = self._module.steps_per_rollout

@@ -208,7 +208,7 @@ class _RecordingDraft:
             self.steps[-1]["states"] = self._states()
 
     def keep_step(self, trace: StepTrace) -> None:
-        current = self.module.run.current
+        current = self.module.run.progress.current
         if current is None or self.rollout is None:
             return
         self.plan = current.plan.rows()

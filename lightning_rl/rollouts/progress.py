@@ -101,7 +101,7 @@ class Progress:
     Its position in the data is that of the last commit of the data module.
 
     Args:
-        current: Rollout in progress; None between two rollouts.
+        current: Rollout in progress, until the observers of its last optimizer step have run; None between two.
         prefetched: Rollouts submitted ahead, by number.
         skipped: Number of skipped optimizer steps.
         nonfinite_in_a_row: Number of last steps in a row with a non-finite gradient.
@@ -123,6 +123,11 @@ class Progress:
     failure: RunFailure | None = None
     discarded: int | None = None
     origin: int | None = None
+
+    def count(self, *, made: bool | None) -> "Progress":
+        """Count an optimizer step that is made, skipped for a non-finite gradient (False), or for no tokens (None)."""
+        in_a_row = self.nonfinite_in_a_row if made is None else 0 if made else self.nonfinite_in_a_row + 1
+        return replace(self, skipped=self.skipped + (not made), nonfinite_in_a_row=in_a_row)
 
     def edits(self) -> str | None:
         """Return the message about in-place edits of the current rollout, or None."""

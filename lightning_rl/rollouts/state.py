@@ -46,11 +46,10 @@ class RunState:
         sampling: Sampling parameters of the module, with the ids that end a response.
         environments: Environments of the samples; None for single-turn completions.
         engine_started: True once the engine can load weights.
-        data: Data module of the fit.
+        data: Data module of the fit; unset before the first.
         options: Options of the models of the fit.
         max_over_ranks: Element-wise maximum over the ranks of the fit.
-        progress: State after the last optimizer step, which a checkpoint stores.
-        current: Rollout in progress.
+        progress: State after the last optimizer step.
         prefetcher: Rollouts that are generated ahead.
         metrics: Metrics that have not been logged yet.
         times: Seconds by phase.
@@ -60,8 +59,6 @@ class RunState:
         failed_folder: Folder for samples with failed rewards.
         begun: Index of the last optimizer step that began.
         stepping: True while the optimizer updates weights, so that some may be old and some new.
-        skipped: Number of skipped optimizer steps.
-        nonfinite_in_a_row: Number of last steps in a row with a non-finite gradient.
         loaded: This rank's part of a checkpoint, until fit starts.
         name: Name of the run, which identifies its checkpoints; a resumed run keeps it.
         unlogged_step: Optimizer step whose metrics are not logged yet.
@@ -76,11 +73,10 @@ class RunState:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     environments: Environments | None = None
     engine_started: bool = False
-    data: PromptDataModule | None = None
+    data: PromptDataModule = field(init=False)
     options: ModelOptions = ModelOptions()  # noqa: RUF009  frozen
     max_over_ranks: MaxOverRanks = list
     progress: Progress = field(default_factory=Progress)
-    current: CurrentRollout | None = None
     prefetcher: Prefetcher = field(default_factory=Prefetcher)
     metrics: MetricLog = field(default_factory=MetricLog)
     times: PhaseTimes = field(default_factory=PhaseTimes)
@@ -90,8 +86,6 @@ class RunState:
     failed_folder: Path | None = None
     begun: StepIndex | None = None
     stepping: bool = False
-    skipped: int = 0
-    nonfinite_in_a_row: int = 0
     loaded: Mapping[str, Any] | None = None
     name: str = ""
     unlogged_step: StepGradient | None = None
@@ -105,7 +99,8 @@ class RunState:
         Raises:
             RuntimeError: If the step index is not the first one of that rollout.
         """
-        if self.current is not None and self.current.number == step_index.rollout:
+        current = self.progress.current
+        if current is not None and current.number == step_index.rollout:
             return False
         if step_index.step != 0:
             raise RuntimeError(
@@ -116,13 +111,12 @@ class RunState:
 
     def skip_rollout(self, step_index: StepIndex) -> None:
         """Drop the rollout of a step index, but consume its prompts, so that the other rollouts keep theirs."""
-        number, data = step_index.rollout, cast(PromptDataModule, self.data)
+        number = step_index.rollout
         if step_index.step == 0:
             rank_zero_info(f"rollout {number} is skipped (skip_rollouts)")
-            if self.current is None and number not in self.prefetcher:
-                data.take(data.prompts_per_rollout)
+            if self.progress.current is None and number not in self.prefetcher:
+                self.data.take(self.data.prompts_per_rollout)
             self.prefetcher.drop(number)
-        self.current = None
 
     def begin_rollout(
         self, current: CurrentRollout, index: int, stats: Mapping[str, Stat], logged: Mapping[str, Stat]
@@ -135,43 +129,44 @@ class RunState:
             stats: Metrics of the rollout, without times.
             logged: Metrics that reward functions and environments logged.
         """
-        self.current, self.progress = current, replace(self.progress, discarded=None)
         self.rollout_stats = {**stats, **self.times.take(), **self.times.idle()}
         self.rollout_figures = self.metrics.values_of({**self.rollout_stats, **logged, **row_counts(current.rollout)})
         self.metrics.add("rollout", self.rollout_stats)
         self.metrics.add("noted", logged)
         self.prefetcher.drop(current.number)
-        self.commit(index, current=current, corrections=self.corrections.states())
+        self.commit(
+            index, replace(self.progress, current=current, discarded=None, corrections=self.corrections.states())
+        )
 
     def begin_step(self, step_index: StepIndex) -> None:
         """Keep the states of the corrections from before the hooks of an optimizer step."""
         self.begun, self.stepping = step_index, False
         self.progress = replace(self.progress, corrections=self.corrections.states())
 
-    def commit(
-        self,
-        index: int,
-        *,
-        current: CurrentRollout | None,
-        corrections: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> None:
+    def end_step(self, step_index: StepIndex, step: StepGradient | None) -> None:
+        """Commit an optimizer step; None for one on a skipped rollout, which is dropped."""
+        self.unlogged_step = step
+        progress = self.progress.count(made=None if step is None else step.made)
+        current = None if step is None else progress.current
+        self.commit(step_index.index + 1, replace(progress, current=current, corrections=None))
+
+    def commit(self, index: int, progress: Progress) -> None:
         """Set the state that checkpoints store until the next commit.
 
         Args:
             index: Index of the next optimizer step.
-            current: Rollout of the next optimizer step; None if it has to be generated.
-            corrections: States of the corrections, within a step.
+            progress: Progress but for the rollouts ahead.
         """
         self.stepping = False
-        cast(PromptDataModule, self.data).commit(index)
-        self.progress = replace(
-            self.progress,
-            current=current,
-            prefetched=self.prefetcher.pending(),
-            skipped=self.skipped,
-            nonfinite_in_a_row=self.nonfinite_in_a_row,
-            corrections=corrections,
-        )
+        self.data.commit(index)
+        self.progress = replace(progress, prefetched=self.prefetcher.pending())
+
+    @property
+    def saved_progress(self) -> Progress:
+        """Progress that a checkpoint stores: without a rollout whose last optimizer step is committed."""
+        current = self.progress.current
+        used_up = current is not None and current.number != self.data.rollout
+        return replace(self.progress, current=None) if used_up else self.progress
 
     def write_corrections(self, states: dict[str, Any]) -> None:
         """Replace the states of the corrections in a checkpoint, by state key, by the committed ones."""
@@ -182,12 +177,12 @@ class RunState:
     @property
     def save_problem(self) -> str | None:
         """Reason why the last commit does not fit the weights, or cannot be saved; None if it can."""
-        return "the error came in the middle of an optimizer step" if self.stepping else self.progress.edits()
+        return "the error came in the middle of an optimizer step" if self.stepping else self.saved_progress.edits()
 
     @property
     def made_step(self) -> bool:
         """True if the optimizer step that began last was made or skipped."""
-        return self.begun is not None and cast(PromptDataModule, self.data).committed.index > self.begun.index
+        return self.begun is not None and self.data.committed.index > self.begun.index
 
     def axis(self, index: int) -> int:
         """Return the step of the loggers of an optimizer step by its index; a new Trainer counts from 0."""
@@ -197,7 +192,7 @@ class RunState:
         """Restore the corrections, and record the rollout in which an error was raised."""
         if self.progress.corrections is not None:
             self.corrections.restore(self.progress.corrections)
-        current = self.progress.current
+        current = self.saved_progress.current
         number = None if current is None else current.number
         if self.begun is not None and not self.made_step:
             number = self.begun.rollout
@@ -238,9 +233,10 @@ class RunState:
         torch.cuda.empty_cache()
         self.corrections.restore(states)
         budget = max(1, self.max_tokens_per_microbatch // 2)
-        self.progress = replace(self.progress, budget=(self.options.max_tokens_per_microbatch, budget))
-        current = cast(CurrentRollout, self.current)
-        self.current = current.divide(budget, packed=self.options.packing, max_over_ranks=self.max_over_ranks)
+        current = cast(CurrentRollout, self.progress.current)
+        current = current.divide(budget, packed=self.options.packing, max_over_ranks=self.max_over_ranks)
+        asked = self.options.max_tokens_per_microbatch
+        self.progress = replace(self.progress, current=current, budget=(asked, budget))
         rank_zero_warn(
             f"out of memory in step {step_index.step} of rollout {step_index.rollout}: the step is repeated with "
             f"max_tokens_per_microbatch={budget}; pass this value to ModelOptions"
@@ -256,31 +252,28 @@ class RunState:
             "ModelOptions"
         )
 
-    def accept(self, norm: Tensor, *, patient: bool = False) -> bool:
-        """Return True if a step with this gradient norm is to be made, and count the others.
+    def accept(self, step: StepGradient, norm: Tensor, *, patient: bool = False) -> bool:
+        """Return True if a step with this gradient norm is to be made.
 
         Args:
+            step: Optimizer step, in which the result is stored.
             norm: Gradient norm before clipping.
             patient: True to never raise, while a gradient scaler adjusts its scale.
 
         Raises:
             FloatingPointError: If the norm was not finite in too many steps in a row.
         """
-        if torch.isfinite(norm):
-            self.nonfinite_in_a_row = 0
-            return True
-        self.skipped += 1
-        self.nonfinite_in_a_row += 1
-        if not patient and self.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
+        step.made = bool(torch.isfinite(norm))
+        if not step.made and not patient and self.progress.nonfinite_in_a_row + 1 >= MAX_NONFINITE_IN_A_ROW:
             raise FloatingPointError(
                 f"expected a finite gradient norm, got {float(norm)} in {MAX_NONFINITE_IN_A_ROW} optimizer steps in a "
                 "row: lower the learning rate, or look for a loss term, weight or reward that is not finite"
             )
-        return False
+        return step.made
 
     def count(self, number: int) -> None:
         """Log the number of the rollout and the number of skipped optimizer steps."""
-        counters = Stat.numbers({"optim/skipped": self.skipped, "rollout": number})
+        counters = Stat.numbers({"optim/skipped": self.progress.skipped, "rollout": number})
         self.metrics.add("counter", {name: stat.maximum() for name, stat in counters.items()})
 
     def begin(self, parallel: Parallel, data: PromptDataModule, options: ModelOptions, max_staleness: int) -> None:
@@ -320,8 +313,6 @@ class RunState:
             if not self.changed_names <= OF_UPDATES:
                 self._discard_samples()
             self.prefetcher.load(self.progress.prefetched)
-        self.current, self.skipped = self.progress.current, self.progress.skipped
-        self.nonfinite_in_a_row = self.progress.nonfinite_in_a_row
 
     def state(self, collectives: Collectives, reference: FrozenModel | None) -> dict[str, Any]:
         """Return the state of all ranks, in values that load under ``weights_only=True``. A collective."""
@@ -329,7 +320,7 @@ class RunState:
             "run": self.name,
             "configuration": self.configuration,
             "optimizer": None if self.optimizer is None else self.optimizer.description,
-            "ranks": collectives.objects({**self.progress.state(), "metrics": self.metrics.state()}),
+            "ranks": collectives.objects({**self.saved_progress.state(), "metrics": self.metrics.state()}),
             "reference_hash": None if reference is None else reference.fingerprint,
         }
 

@@ -1,9 +1,9 @@
 """StepMetrics: measures, logs and shows every optimizer step, as the first callback of a Trainer."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
@@ -56,14 +56,16 @@ class StepMetrics(CoreCallback):
         measure(run, step, module.parallel.ranks)
         if step.trace is not None:
             run.corrections.observe_step(step.trace)
-        run.current = run.progress.current
+        ends = batch.step == module.steps_per_rollout - 1
+        if ends:
+            run.progress = replace(run.progress, current=None)
         axis = run.axis(batch.index)
         logs = ends_row(trainer.log_every_n_steps, module.steps_per_rollout, batch.index, axis)  # pyrefly: ignore[missing-attribute]
         row = log_row(trainer, run.metrics, axis, logs=logs)
         if not self._checked and not logs_itself(trainer, pl_module):
             check_names(trainer, run.metrics.names, evaluated=False)
         self._checked = True
-        if batch.step == module.steps_per_rollout - 1:
+        if ends:
             check_rollout_end(trainer, pl_module, old=run.metrics.names - row.keys())
             self._log.end_rollout(trainer, batch.rollout, row, run.rollout_figures, run.corrections, module.rewards)
 
@@ -87,7 +89,7 @@ def measure(run: RunState, step: StepGradient, ranks: int) -> None:
         if step.trace is not None:
             step.trace.log(stats)
     if step.trace is not None:
-        step.trace.norm, step.trace.made = step.norm, bool(torch.isfinite(step.norm))
+        step.trace.norm, step.trace.made = step.norm, bool(step.made)
 
 
 def begin_trace(run: RunState, step_index: StepIndex, parallel: Parallel) -> StepTrace | None:

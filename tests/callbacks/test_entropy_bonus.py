@@ -137,7 +137,7 @@ def test_a_step_without_a_token_leaves_the_coefficient() -> None:
     callback = EntropyBonus(0.02, target=9.0)
     module = tiny_module(engine=FakeEngine(lambda request: [5] * request.sampling.max_new_tokens))
     fit(module, callbacks=[callback, NoEOSMask("drop_tokens")], max_epochs=1)
-    assert module.run.skipped == 4 and callback.coef == 0.02
+    assert module.run.progress.skipped == 4 and callback.coef == 0.02
 
 
 def test_a_second_entropy_bonus_is_refused() -> None:

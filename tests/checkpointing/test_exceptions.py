@@ -246,13 +246,20 @@ def test_an_error_inside_the_optimizer_step_saves_nothing_and_says_so(tmp_path: 
     assert not (tmp_path / INTERRUPTED).exists()
 
 
+def test_a_checkpoint_leaves_out_a_rollout_that_is_used_up(tmp_path: Path) -> None:
+    with pytest.raises(SomeError):
+        run(tmp_path, Fails("observe_step", 4))
+    (ours,) = torch.load(tmp_path / INTERRUPTED, weights_only=True)["lightning_rl"]["ranks"]
+    assert ours["current"] is None and ours["failure"] is None
+
+
 def test_a_rollout_that_somebody_edited_is_not_saved(tmp_path: Path) -> None:
     class Edits(RLCallback):
         name = "edits"
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
             if trainer.global_step == 2:
-                pl_module.run.current.rollout.rewards.add_(1.0)
+                pl_module.run.progress.current.rollout.rewards.add_(1.0)
 
     with pytest.raises(RuntimeError, match="was written to in place") as raised:
         fit(

@@ -94,10 +94,11 @@ class Swapping(RLCallback):
 
     @override
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        current = pl_module.run.current
+        current = pl_module.run.progress.current
         if current is not None and batch.step:
             changed = current.rollout.replace(advantages=-current.rollout.require("advantages"))
-            pl_module.run.current = dataclasses.replace(current, rollout=changed, versions=Versions(changed.tensors()))
+            swapped = dataclasses.replace(current, rollout=changed, versions=Versions(changed.tensors()))
+            pl_module.run.progress = dataclasses.replace(pl_module.run.progress, current=swapped)
 
 
 class MovingReference(RLCallback):

@@ -121,7 +121,7 @@ def accumulating(change: Callable[..., Callable[[Tensor], None]]) -> Any:
     original = RLLightningModule._accumulate  # noqa: SLF001
 
     def accumulate(self: RLLightningModule, step_index: Any, **options: Any) -> Any:
-        current = cast(CurrentRollout, self.run.current)
+        current = cast(CurrentRollout, self.run.progress.current)
         backward = change(self.manual_backward, current.plan.step(step_index.step), self.policy)
         with patch.object(self, "manual_backward", backward):
             return original(self, step_index, **options)

@@ -321,7 +321,7 @@ def test_one_nan_in_a_run_costs_one_row() -> None:
     first = seen[0]
     row = first.sample_ids.tolist().index(5)
     assert first.finish[row] == FinishReason.ABORT and not first.trained[row] and int(first.trained.sum()) == 15
-    assert module.run.skipped == 0
+    assert module.run.progress.skipped == 0
 
 
 @pytest.mark.parametrize("where", ["rollout", "evaluation", "ahead", "answer"])

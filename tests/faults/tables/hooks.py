@@ -93,10 +93,11 @@ def patient_rate(trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> No
 
 
 def trimmed_plan(trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-    current = pl_module.run.current
+    current = pl_module.run.progress.current
     if current is not None and batch.step:
         plan = Plan(tuple(step[:-1] if len(step) > 1 else step for step in current.plan.minibatches))
-        pl_module.run.current = dataclasses.replace(current, plan=plan)
+        trimmed = dataclasses.replace(current, plan=plan)
+        pl_module.run.progress = dataclasses.replace(pl_module.run.progress, current=trimmed)
 
 
 def every_other_row(view: LossView) -> Tensor:
