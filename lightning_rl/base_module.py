@@ -205,7 +205,7 @@ class BaseModule(LightningModule):
             add_first(self.trainer, kind)
         disable_bar(self.trainer)
         added, self.fault_tolerance = add_missing(self.trainer, FaultTolerance)
-        self.fault_tolerance.attach(self.trainer)
+        self.fault_tolerance.attach(self.trainer, self.run, self.close_engine)
         return [*added]
 
     @override

@@ -155,7 +155,7 @@ class RLLightningModule(BaseModule):
 
         The data module calls this method for each batch, before any hook.
         """
-        self.run.begin_step(step_index)
+        self.run.begin_step()
         self.seed_generators(step_index)
 
     def seed_generators(self, step_index: StepIndex) -> None:

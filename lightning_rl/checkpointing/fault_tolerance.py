@@ -4,10 +4,10 @@ import signal
 import threading
 import traceback
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import nn
 from typing_extensions import override
 
 from lightning_rl.checkpointing.atomic import is_local, protect_checkpoints, reason_of
@@ -43,7 +42,7 @@ class RescuedRun(Protocol):
 
     @property
     def made_step(self) -> bool:
-        """True if the optimizer step that began last was made or skipped."""
+        """False within an optimizer step, until it is made or skipped."""
         ...
 
     @property
@@ -53,24 +52,6 @@ class RescuedRun(Protocol):
 
     def note_error(self, error: BaseException) -> None:
         """Record an error."""
-        ...
-
-
-class RescuedModule(Protocol):
-    """Module whose fit an error may end."""
-
-    @property
-    def policy(self) -> nn.Module | None:
-        """Policy, once it is built."""
-        ...
-
-    @property
-    def run(self) -> RescuedRun:
-        """State of the run."""
-        ...
-
-    def close_engine(self) -> None:
-        """Close the engine."""
         ...
 
 
@@ -118,8 +99,15 @@ class FaultTolerance(Callback):
         self._handlers: dict[int, Any] = {}
         self._folders: list[RunFolder] = []
 
-    def attach(self, trainer: Trainer) -> None:
-        """Start a stage of a trainer: receive errors before other callbacks do, and signals during a fit."""
+    def attach(self, trainer: Trainer, run: RescuedRun, close_engine: Callable[[], None]) -> None:
+        """Start a stage of a trainer: receive errors before other callbacks do, and signals during a fit.
+
+        Args:
+            trainer: Trainer of the stage.
+            run: State of the run.
+            close_engine: Function that closes the engine after an error.
+        """
+        self._run, self._close_engine = run, close_engine
         callbacks = callbacks_of(trainer)
         callbacks[:] = [callback for callback in callbacks if not isinstance(callback, FirstToHear)]
         callbacks.insert(0, FirstToHear(self))
@@ -149,7 +137,7 @@ class FaultTolerance(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         CLOCK.reset()
-        self._claim(trainer, cast(RescuedModule, pl_module).run.name)
+        self._claim(trainer, self._run.name)
         meet(MEETING)  # create the store while all ranks are alive
         self._requeue = requeue_signal(trainer)
         self._begun = self._stepping = True
@@ -217,7 +205,7 @@ class FaultTolerance(Callback):
         self._stepping = False
         self._silence()
 
-    def rescue(self, trainer: Trainer, pl_module: RescuedModule, exception: BaseException) -> None:
+    def rescue(self, trainer: Trainer, exception: BaseException) -> None:
         """Save the last optimizer step of a fit that an exception ended, and restore signals and folders."""
         self._saving = True
         self._silence()
@@ -228,29 +216,28 @@ class FaultTolerance(Callback):
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         try:
             if self._begun and fitting and not self._saved:
-                self._save_last_step(trainer, pl_module, exception)
+                self._save_last_step(trainer, exception)
             elif self.received and not self._saved:
                 name = signal.Signals(self.received).name
                 rank_zero_info(f"{name} ended this fit before its first optimizer step: earlier checkpoints are kept")
         finally:
             self._restore(trainer)
             try:
-                pl_module.close_engine()
+                self._close_engine()
             except Exception as failure:  # noqa: BLE001  do not hide the error that ended the run
                 exception.add_note(f"the engine could not be closed: {reason_of(failure)}")
 
-    def _save_last_step(self, trainer: Trainer, pl_module: RescuedModule, exception: BaseException) -> None:
+    def _save_last_step(self, trainer: Trainer, exception: BaseException) -> None:
         """Save the last optimizer step, if every rank can; the exception stays the cause."""
         if isinstance(exception, torch.OutOfMemoryError):  # free the tensors in its frames, since saving needs memory
             traceback.clear_frames(exception.__traceback__)
         folder = _folder_of(trainer)
         if trainer.world_size > 1:
             write_rank_error(folder, trainer.global_rank, exception)
-        if pl_module.policy is not None:
-            pl_module.policy.zero_grad()  # a partial gradient would enter a later fit
-        pl_module.run.note_error(exception)
-        _count_whole(trainer, made_step=pl_module.run.made_step)
-        reason = pl_module.run.save_problem
+        trainer.lightning_module.zero_grad()  # a partial gradient would enter a later fit
+        self._run.note_error(exception)
+        _count_whole(trainer, made_step=self._run.made_step)
+        reason = self._run.save_problem
         places = meet(MEETING, (reason, trainer.global_step))
         if places is None:
             reason = _absence(folder, trainer.global_rank)
@@ -306,7 +293,7 @@ class FirstToHear(CoreCallback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._fault_tolerance.rescue(trainer, cast(RescuedModule, pl_module), exception)
+        self._fault_tolerance.rescue(trainer, exception)
 
 
 def _absence(folder: str | Path, rank: int) -> str:

@@ -57,7 +57,6 @@ class RunState:
         rollout_figures: Their values over all ranks, with those of rewards and the numbers of rows and tokens.
         constant_calls: Calls of reward functions that all returned one constant in the last rollout, as text.
         failed_folder: Folder for samples with failed rewards.
-        begun: Index of the last optimizer step that began.
         stepping: True while the optimizer updates weights, so that some may be old and some new.
         loaded: This rank's part of a checkpoint, until fit starts.
         name: Name of the run, which identifies its checkpoints; a resumed run keeps it.
@@ -84,7 +83,6 @@ class RunState:
     rollout_figures: Mapping[str, float] = field(default_factory=dict)
     constant_calls: str = ""
     failed_folder: Path | None = None
-    begun: StepIndex | None = None
     stepping: bool = False
     loaded: Mapping[str, Any] | None = None
     name: str = ""
@@ -138,9 +136,9 @@ class RunState:
             index, replace(self.progress, current=current, discarded=None, corrections=self.corrections.states())
         )
 
-    def begin_step(self, step_index: StepIndex) -> None:
+    def begin_step(self) -> None:
         """Keep the states of the corrections from before the hooks of an optimizer step."""
-        self.begun, self.stepping = step_index, False
+        self.stepping = False
         self.progress = replace(self.progress, corrections=self.corrections.states())
 
     def end_step(self, step_index: StepIndex, step: StepGradient | None) -> None:
@@ -181,8 +179,8 @@ class RunState:
 
     @property
     def made_step(self) -> bool:
-        """True if the optimizer step that began last was made or skipped."""
-        return self.begun is not None and self.data.committed.index > self.begun.index
+        """False within an optimizer step, until it is made or skipped."""
+        return self.data.position.index == self.data.committed.index
 
     def axis(self, index: int) -> int:
         """Return the step of the loggers of an optimizer step by its index; a new Trainer counts from 0."""
@@ -192,12 +190,9 @@ class RunState:
         """Restore the corrections, and record the rollout in which an error was raised."""
         if self.progress.corrections is not None:
             self.corrections.restore(self.progress.corrections)
-        current = self.saved_progress.current
-        number = None if current is None else current.number
-        if self.begun is not None and not self.made_step:
-            number = self.begun.rollout
-        if number is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
-            before = self.progress.failure
+        in_rollout = self.saved_progress.current is not None or not self.made_step
+        if in_rollout and not isinstance(error, KeyboardInterrupt | SystemExit):
+            number, before = self.data.rollout, self.progress.failure
             count = before.count + 1 if before is not None and before.rollout == number else 1
             failure = RunFailure(number, count)
             self.progress = replace(self.progress, failure=failure)
@@ -296,7 +291,7 @@ class RunState:
             self.changes = ()
             data.start_rollout()
         self.rollout_stats, self.rollout_figures, self.progress = {}, {}, Progress()
-        self.begun, self.unlogged_step, self.stepping = None, None, False
+        self.unlogged_step, self.stepping = None, False
         self.lost_updates = LostUpdates()
         self.prefetcher.close()
         self.data, self.options = data, options
