@@ -38,17 +38,19 @@ class CurrentRollout:
         """Begin the optimizer steps on a rollout."""
         return CurrentRollout(number=number, rollout=rollout, plan=plan, versions=Versions(rollout.tensors()))
 
-    def check_edits(self) -> None:
-        """Check that the rollout has not been modified since it was finished.
+    def edits(self) -> str | None:
+        """Return a message with the fields that have been modified since the rollout was finished, or None."""
+        if not (edited := self.versions.changes(self.rollout.tensors())):
+            return None
+        return (
+            f"the held rollout was written to in place since it was finished: {', '.join(edited)}; some callback "
+            "keeps a reference to it and edits it: SignalAudit names the callback"
+        )
 
-        Raises:
-            EditError: With the names of the modified fields.
-        """
-        if edited := self.versions.changes(self.rollout.tensors()):
-            raise EditError(
-                f"the held rollout was written to in place since it was finished: {', '.join(edited)}; some callback "
-                "keeps a reference to it and edits it: SignalAudit names the callback"
-            )
+    def check_edits(self) -> None:
+        """Raise EditError with the names of the fields that have been modified since the rollout was finished."""
+        if message := self.edits():
+            raise EditError(message)
 
     def divide(self, max_tokens_per_microbatch: int, *, packed: bool, max_over_ranks: MaxOverRanks) -> "CurrentRollout":
         """Split the rows into smaller microbatches; every rank has to call this."""
@@ -128,15 +130,6 @@ class Progress:
         """Count an optimizer step that is made, skipped for a non-finite gradient (False), or for no tokens (None)."""
         in_a_row = self.nonfinite_in_a_row if made is None else 0 if made else self.nonfinite_in_a_row + 1
         return replace(self, skipped=self.skipped + (not made), nonfinite_in_a_row=in_a_row)
-
-    def edits(self) -> str | None:
-        """Return the message about in-place edits of the current rollout, or None."""
-        try:
-            if self.current is not None:
-                self.current.check_edits()
-        except EditError as edited:
-            return str(edited)
-        return None
 
     def without_samples(self, *, keep_prompts: bool) -> "Progress":
         """Return the progress without its rollouts; those submitted ahead may keep their prompts."""

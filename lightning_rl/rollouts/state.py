@@ -175,7 +175,10 @@ class RunState:
     @property
     def save_problem(self) -> str | None:
         """Reason why the last commit does not fit the weights, or cannot be saved; None if it can."""
-        return "the error came in the middle of an optimizer step" if self.stepping else self.saved_progress.edits()
+        if self.stepping:
+            return "the error came in the middle of an optimizer step"
+        current = self.saved_progress.current
+        return None if current is None else current.edits()
 
     @property
     def made_step(self) -> bool:

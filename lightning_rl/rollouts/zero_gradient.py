@@ -115,10 +115,9 @@ class StopOnZeroGradient(Callback):
             self.warned = False
             return
         self.reason = (
-            f"{STOPPED} ({_last(self.figures)})"
-            if stopped
-            else f"{_high_rate(self._highest)}{_reason(self.figures, corrections, constant_calls)}"
+            STOPPED if stopped else f"{_high_rate(self._highest)}{_cause(self.figures, corrections, constant_calls)}"
         )
+        self.reason += f" ({_last(self.figures)})"
         patience = math.inf if self.patience is None else self.patience
         if self.warned:
             self.over = self.count >= patience
@@ -157,11 +156,6 @@ class StopOnZeroGradient(Callback):
         self.warned, self.figures = state_dict.get("warned", False), state_dict["figures"]
 
 
-def _reason(figures: Mapping[str, float], corrections: Corrections, constant_calls: str) -> str:
-    """Return the cause of a zero gradient, the change to make, and the metrics that show it."""
-    return f"{_cause(figures, corrections, constant_calls)} ({_last(figures)})"
-
-
 def _high_rate(rate: float) -> str:
     """Return a cause before all others if the learning rate of the run was far above those that train a policy."""
     if rate <= MAX_RATE:
@@ -173,30 +167,25 @@ def _high_rate(rate: float) -> str:
 
 
 def _last(figures: Mapping[str, float]) -> str:
-    names = [*count_names(figures), *(name for name in SHOWN if name in figures)]
+    counts = [name for name in figures if "/" not in name]  # of row_counts
+    names = [*counts, *(name for name in SHOWN if name in figures)]
     return "last rollout: " + ", ".join(f"{name} {figures[name]:g}" for name in names)
 
 
-def count_names(figures: Mapping[str, float]) -> list[str]:
-    """Return the names of the metrics that :func:`.row_counts` made."""
-    return [name for name in figures if "/" not in name]
-
-
 def _cause(figures: Mapping[str, float], corrections: Corrections, constant_calls: str) -> str:
+    """Return the cause of a zero gradient, and the change to make."""
     if not figures.get("rows"):
         return f"every group was filtered by {_names(corrections, 'keep_groups')}, {_equal(figures, constant_calls)}"
     if not figures["trained tokens"] and figures.get("engine/aborted", 0.0) >= figures["rows"]:
         return "the engine aborted every sample (FinishReason.ABORT): check its log and its context length"
     if not figures["trained tokens"]:
-        truncated = " Raise max_new_tokens, since most responses were truncated." if _runs_long(figures) else ""
-        return f"{_names(corrections, 'exclude')} left no token to train on: keep some rows.{truncated}"
+        return f"{_names(corrections, 'exclude')} left no token to train on: keep some rows.{_longer(figures)}"
     if not figures["rewarded rows"]:
         return "no row has a reward: check that the reward functions apply to this data and that no mask drops them all"
     if not figures["tokens with an advantage"]:
         return f"every advantage is zero, {_equal(figures, constant_calls)}"
     masks = _names(corrections, "sequence_mask", "token_mask", "token_weight")
-    truncated = " Raise max_new_tokens, since most responses were truncated." if _runs_long(figures) else ""
-    return f"the gradient is zero, because {masks} masked every token with an advantage: loosen them.{truncated}"
+    return f"the gradient is zero, because {masks} masked every token with an advantage: loosen them.{_longer(figures)}"
 
 
 def _equal(figures: Mapping[str, float], constant_calls: str) -> str:
@@ -207,16 +196,16 @@ def _equal(figures: Mapping[str, float], constant_calls: str) -> str:
         f"{unsolved / groups:.0%} unsolved)"
     )
     difficulty = "harder" if solved == groups else "easier" if unsolved == groups else "easier or harder"
-    longer = " Raise max_new_tokens, since most responses were truncated." if _runs_long(figures) else ""
     calls = f" Test the rewards on a right answer, since all calls gave one value: {constant_calls}."
     return (
-        f"{cause}: take {difficulty} prompts, a reward with partial credit, a larger group_size or temperature.{longer}"
-        f"{calls if constant_calls else ''}"
+        f"{cause}: take {difficulty} prompts, a reward with partial credit, a larger group_size or temperature."
+        f"{_longer(figures)}{calls if constant_calls else ''}"
     )
 
 
-def _runs_long(figures: Mapping[str, float]) -> bool:
-    return figures.get("length/truncated", 0.0) > 0.5
+def _longer(figures: Mapping[str, float]) -> str:
+    long = figures.get("length/truncated", 0.0) > 0.5
+    return " Raise max_new_tokens, since most responses were truncated." if long else ""
 
 
 def _names(corrections: Corrections, *methods: str) -> str:
