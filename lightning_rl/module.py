@@ -168,7 +168,7 @@ class RLLightningModule(BaseModule):
         """Make the rollout for the step index, unless it is the current rollout or is skipped."""
         if self.skips(batch):
             self.run.skip_rollout(batch)
-        elif self.run.lacks_rollout(batch):
+        elif self.run.progress.lacks_rollout(batch):
             end = (batch.index + remaining_steps(self.trainer, batch_idx)) / self.steps_per_rollout
             self.make_rollout(batch, end)
 

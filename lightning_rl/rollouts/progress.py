@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_rl.data import Prompt
+from lightning_rl.data import Prompt, StepIndex
 from lightning_rl.policy import Plan
 from lightning_rl.policy.plan import divide_plan, plan_of_rows
 from lightning_rl.rollout import Rollout
@@ -125,6 +125,21 @@ class Progress:
     failure: RunFailure | None = None
     discarded: int | None = None
     origin: int | None = None
+
+    def lacks_rollout(self, step_index: StepIndex) -> bool:
+        """Return True if the rollout of a step index has to be made.
+
+        Raises:
+            RuntimeError: If the step index is not the first one of that rollout.
+        """
+        if self.current is not None and self.current.number == step_index.rollout:
+            return False
+        if step_index.step != 0:
+            raise RuntimeError(
+                f"expected step 0 of rollout {step_index.rollout} first, got step {step_index.step}: resume from a "
+                "checkpoint or start a new fit"
+            )
+        return True
 
     def count(self, *, made: bool | None) -> "Progress":
         """Count an optimizer step that is made, skipped for a non-finite gradient (False), or for no tokens (None)."""

@@ -72,7 +72,7 @@ class RunState:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     environments: Environments | None = None
     engine_started: bool = False
-    data: PromptDataModule = field(init=False)
+    data: PromptDataModule = field(init=False, repr=False)
     options: ModelOptions = ModelOptions()  # noqa: RUF009  frozen
     max_over_ranks: MaxOverRanks = list
     progress: Progress = field(default_factory=Progress)
@@ -90,22 +90,6 @@ class RunState:
     optimizer: ConfiguredOptimizer | None = None
     changes: Sequence[Change] = ()
     lost_updates: LostUpdates = field(default_factory=LostUpdates)
-
-    def lacks_rollout(self, step_index: StepIndex) -> bool:
-        """Return True if the rollout of a step index has to be made.
-
-        Raises:
-            RuntimeError: If the step index is not the first one of that rollout.
-        """
-        current = self.progress.current
-        if current is not None and current.number == step_index.rollout:
-            return False
-        if step_index.step != 0:
-            raise RuntimeError(
-                f"expected step 0 of rollout {step_index.rollout} first, got step {step_index.step}: resume from a "
-                "checkpoint or start a new fit"
-            )
-        return True
 
     def skip_rollout(self, step_index: StepIndex) -> None:
         """Drop the rollout of a step index, but consume its prompts, so that the other rollouts keep theirs."""
