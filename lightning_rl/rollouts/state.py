@@ -144,7 +144,7 @@ class RunState:
         self.progress = replace(progress, prefetched=self.prefetcher.pending())
 
     @property
-    def committed(self) -> Progress:
+    def saved_progress(self) -> Progress:
         """Progress that a checkpoint stores: without a rollout whose last optimizer step is committed."""
         current = self.progress.current
         used_up = current is not None and current.number != self.data.rollout
@@ -161,7 +161,7 @@ class RunState:
         """Reason why the last commit does not fit the weights, or cannot be saved; None if it can."""
         if self.stepping:
             return "the error came in the middle of an optimizer step"
-        current = self.committed.current
+        current = self.saved_progress.current
         return None if current is None else current.edits()
 
     @property
@@ -177,7 +177,7 @@ class RunState:
         """Restore the corrections, and record the rollout in which an error was raised."""
         if self.progress.corrections is not None:
             self.corrections.restore(self.progress.corrections)
-        in_rollout = self.committed.current is not None or not self.made_step
+        in_rollout = self.saved_progress.current is not None or not self.made_step
         if in_rollout and not isinstance(error, KeyboardInterrupt | SystemExit):
             number, before = self.data.rollout, self.progress.failure
             count = before.count + 1 if before is not None and before.rollout == number else 1
@@ -302,7 +302,7 @@ class RunState:
             "run": self.name,
             "configuration": self.configuration,
             "optimizer": None if self.optimizer is None else self.optimizer.description,
-            "ranks": collectives.objects({**self.committed.state(), "metrics": self.metrics.state()}),
+            "ranks": collectives.objects({**self.saved_progress.state(), "metrics": self.metrics.state()}),
             "reference_hash": None if reference is None else reference.fingerprint,
         }
 
