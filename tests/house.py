@@ -38,7 +38,7 @@ NO_SAMPLE = {
 }  # fmt: skip
 PLAIN = {"NamedTuple", "TypedDict", "BaseModel", "Struct"}
 MODULES = ("module", "pl_module", "trainer")
-LIVE = ("lightning_rl.module", "lightning_rl.base_module")
+LIVE = ("lightning_rl.module",)
 READS = re.compile(r"\b(?:self\._|pl_)?module(?!\.(?:named_)?(?:parameters|modules))((?:\.[a-z_]+){1,3})")
 BY_ID = re.compile(r"[\[{]id\(request\)")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
