@@ -168,8 +168,7 @@ def write_reference() -> None:
     for module, what in REFERENCE.items():
         names = public_names(module)
         lines = [f"# {module}", "", f"{what[0].upper()}{what[1:]}.", ""]
-        inherits = {"RLLightningModule": "    options: {inherited_members: true}\n"}  # those of BaseModule
-        lines += [f"::: {module}.{name}\n{inherits.get(name, '')}" for name in names]
+        lines += [f"::: {module}.{name}\n" for name in names]
         (PAGES / "reference" / f"{module}.md").write_text("\n".join(lines))
         index.append(f"* [`{module}`]({module}.md): {what} ({len(names)})")
     (PAGES / "reference" / "index.md").write_text("\n".join(index) + "\n")

@@ -38,7 +38,7 @@ NO_SAMPLE = {
 }  # fmt: skip
 PLAIN = {"NamedTuple", "TypedDict", "BaseModel", "Struct"}
 MODULES = ("module", "pl_module", "trainer")
-LIVE = ("lightning_rl.module", "lightning_rl.base_module")
+LIVE = ("lightning_rl.module",)
 BY_ID = re.compile(r"[\[{]id\(request\)")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Names = set[str]

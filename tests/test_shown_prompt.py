@@ -85,7 +85,7 @@ def test_a_resumed_run_has_the_prompts_of_the_date_on_which_it_began(
 ) -> None:
     """The prompts of the second day are those of the first; a new run has those of its day."""
     days = iter(["2026-01-01T23:59:00", "2026-01-02T00:01:00", "2026-01-02T00:02:00"])
-    monkeypatch.setattr("lightning_rl.base_module.now", lambda: next(days))
+    monkeypatch.setattr("lightning_rl.module.now", lambda: next(days))
     prompts: list[list[list[int]]] = []
 
     def run(steps: int, ckpt_path: Path | None = None) -> None:

@@ -254,7 +254,8 @@ def test_the_bridges_of_each_family_of_templates_are_told(name: str) -> None:
     close, family = sorted(close_of(name)), FAMILIES[name]
     run = SimpleNamespace(sampling=SimpleNamespace(eos_token_ids=close))
     stream = SimpleNamespace(template_options={}, prompts=SimpleNamespace(examples=lambda _: []))
-    module: Any = SimpleNamespace(tokenizer=tokenizer_of(name), run=run, data_module=stream)
+    options = SimpleNamespace(tokenizer=tokenizer_of(name))
+    module: Any = SimpleNamespace(options=options, run=run, data_module=stream)
     kinds = {"user": family.user, "tool": family.tool, "two tools": family.two_tools}
     findings = list(bridges(module))
     right = ", ".join(kind for kind, wrong in kinds.items() if not wrong) or "none"
@@ -270,7 +271,7 @@ def test_the_bridge_is_checked_with_the_variables_of_the_rows() -> None:
     rows = [SimpleNamespace(variables={"enable_thinking": on, "tools": []}) for on in (False, True, False)]
     data = SimpleNamespace(template_options={}, prompts=SimpleNamespace(examples=lambda _: rows))
     run = SimpleNamespace(sampling=SimpleNamespace(eos_token_ids=sorted(close_of("qwen3"))))
-    module: Any = SimpleNamespace(tokenizer=tokenizer_of("qwen3"), run=run, data_module=data)
+    module: Any = SimpleNamespace(options=SimpleNamespace(tokenizer=tokenizer_of("qwen3")), run=run, data_module=data)
     assert [said.rpartition(": ")[0] for said in facts(list(bridges(module)), "template")] == [
         f"messages that can follow an answer of rows with chat_template_kwargs={{'enable_thinking': {on}}}"
         for on in (False, True)
