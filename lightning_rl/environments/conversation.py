@@ -205,6 +205,7 @@ class Conversation:
             first,
             prefix_ids=prefix,
             turn=self._turns,
+            attempt=self._retries,
             seed=turn_seed(first.seed, self._turns),
             sampling=replace(first.sampling, max_new_tokens=room),
         )

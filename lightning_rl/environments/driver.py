@@ -66,7 +66,7 @@ class _Conversations:
         self._limit = len(conversations) if limit is None else limit
         self._changed = threading.Condition()
         self._ready: list[Conversation] = []  # have a request to take
-        self._drawing: dict[int, tuple[Request, Conversation]] = {}  # by id() of the request
+        self._drawing: dict[tuple[int, int, int, int], Conversation] = {}  # by Request.key
         self._busy: set[Conversation] = set()  # their environments are running
         self._failure: BaseException | None = None
         self._abandoned = False
@@ -108,7 +108,7 @@ class _Conversations:
         asked = [(each.request, each) for each in self._ready if each.request is not None]
         asked.sort(key=lambda pair: pair[0].sample_id)
         self._ready = []
-        self._drawing |= {id(request): (request, conversation) for request, conversation in asked}
+        self._drawing |= {request.key: conversation for request, conversation in asked}
         requests = [request for request, _ in asked]
         if self._answers is not None:
             self._answers.ask(requests)
@@ -119,7 +119,7 @@ class _Conversations:
         if self._answers is not None:
             completion = self._answers.check(request, completion)
         with self._changed:
-            _, conversation = self._drawing.pop(id(request))
+            conversation = self._drawing.pop(request.key)
             conversation.pairs.append((request, completion))
             self._busy.add(conversation)
         self._run(conversation, conversation.receive, completion)

@@ -2,25 +2,26 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+
+from lightning_rl.samples import Request
 
 
 class InFlight:
     """Unanswered :class:`.Request` objects with the version of the weights at their start, for any thread."""
 
     def __init__(self) -> None:
-        self._open: dict[int, tuple[Any, int]] = {}  # by id() of the request
+        self._open: dict[tuple[int, int, int, int], tuple[Request, int]] = {}  # by Request.key
 
-    def add(self, request: Any, version: int) -> None:
+    def add(self, request: Request, version: int) -> None:
         """Add a request that is generated from weights of this version or newer."""
-        self._open[id(request)] = request, version
+        self._open[request.key] = request, version
 
-    def discard(self, request: Any) -> None:
+    def discard(self, request: Request) -> None:
         """Remove a request, if it is there."""
-        self._open.pop(id(request), None)
+        self._open.pop(request.key, None)
 
     @contextmanager
-    def holding(self, requests: Sequence[Any], version: int) -> Iterator[None]:
+    def holding(self, requests: Sequence[Request], version: int) -> Iterator[None]:
         """Add requests inside the context; those still there are removed at its end."""
         for request in requests:
             self.add(request, version)

@@ -51,14 +51,14 @@ class Answers:
         self._name = type(engine).__name__
         self._extras = [("token_extras", name) for name in sorted(engine.extras)]
         self._extras += [("prompt_extras", name) for name in sorted(engine.extras & {ROUTES})]
-        self._oldest: dict[int, int] = {}  # version of the engine at each open request, by id() of the request
+        self._oldest: dict[tuple[int, int, int, int], int] = {}  # engine's version at each open request, by its key
         self._finishes: list[FinishReason] = []  # of the checked completions
         self._bad: list[tuple[int, int, str]] = []  # sample, turn, fault
 
     def ask(self, requests: Sequence[Request]) -> None:
         """Store requests before the engine receives them."""
         for request in requests:
-            self._oldest[id(request)] = self.engine.version
+            self._oldest[request.key] = self.engine.version
 
     def check(self, request: Request, given: Completion) -> Completion:
         """Return the completion of a request, or an aborted one (:attr:`FinishReason.ABORT`) if it is faulty.
@@ -66,7 +66,7 @@ class Answers:
         Raises:
             EngineError: If it does not fit the request; names engine, sample, turn and prompt.
         """
-        oldest = self._oldest.pop(id(request), None)
+        oldest = self._oldest.pop(request.key, None)
         if oldest is None:
             raise EngineError(
                 f"expected {self._name} to answer each request once, got a second answer to sample "

@@ -38,6 +38,7 @@ class Request:
         sampling: Sampling parameters; ``eos_token_ids`` may be empty, but not None.
         turn: Number of the turn in a conversation.
         rollout: Number of the rollout; where requests queue, those of the lowest rollout come first.
+        attempt: Number of the try, 1 for the second try of an environment that failed.
 
     Raises:
         ValueError: If there is no prompt, or ``eos_token_ids`` is None.
@@ -49,6 +50,7 @@ class Request:
     sampling: SamplingParams
     turn: int = 0
     rollout: int = 0
+    attempt: int = 0
 
     def __post_init__(self) -> None:
         """Check that there are a prompt and EOS ids."""
@@ -56,6 +58,11 @@ class Request:
             raise ValueError(f"expected a prompt of at least one token for sample {self.sample_id}, got none")
         if self.sampling.eos_token_ids is None:
             raise ValueError(f"expected eos_token_ids, which may be empty, for sample {self.sample_id}, got None")
+
+    @property
+    def key(self) -> tuple[int, int, int, int]:
+        """Rollout, sample, turn and attempt, by which requests that are not answered yet differ."""
+        return self.rollout, self.sample_id, self.turn, self.attempt
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
