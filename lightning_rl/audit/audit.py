@@ -42,7 +42,6 @@ from lightning_rl.audit.forwards import (
     reference_weights,
     silent_parameters,
     token_gradients,
-    value_moves,
 )
 from lightning_rl.audit.live import LiveRun, live_run
 from lightning_rl.audit.logged_rows import RowWatch
@@ -409,7 +408,6 @@ class _RunWatch:
             double_temperature=(
                 policy_outputs(live, rows, heat=2.0) if critic and self._looks_at("values_ignore_temperature") else None
             ),
-            value_moves=value_moves(live, rows, outputs) if critic and self._looks_at("value_positions") else None,
             batches=self.batches,
             calls=self.calls,
             rounds=[part for part, _ in self.rounds],

@@ -69,8 +69,6 @@ class Evidence(AlgorithmCase):
         facts: Plain values of the run.
         number: Number of the rollout.
         double_temperature: Outputs at twice the temperature; None without a critic.
-        value_moves: Changes of the critic's values by that of a token, see
-            :func:`~lightning_rl.audit.forwards.value_moves`.
         batches: Requests and completions of this rollout by batch.
         calls: Calls of the reward functions.
         rounds: Scored samples of each generation round, before filters.
@@ -102,7 +100,6 @@ class Evidence(AlgorithmCase):
     facts: RunFacts
     number: int = 0
     double_temperature: Outputs | None = None
-    value_moves: Tensor | None = None
     batches: Sequence[Sequence[tuple[Request, Completion]]] = ()
     calls: Sequence[RewardCall] = ()
     rounds: Sequence[Rollout] = ()

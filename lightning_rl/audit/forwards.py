@@ -82,31 +82,6 @@ def policy_outputs(live: LiveRun, rows: Rollout, *, heat: float = 1.0) -> Output
     return Outputs(*parts)  # pyrefly: ignore[bad-argument-type]
 
 
-def value_moves(live: LiveRun, rows: Rollout, outputs: Outputs | None) -> Tensor | None:
-    """Return by how much values change after a change of one token of each row, [b, T]; None without a critic.
-
-    The changed token, the first one that two others follow, is in column 0, the token after it in column 1. Columns
-    without a valid token, and rows without such a token, are 0. A collective, also on ranks without rows.
-
-    Args:
-        live: The run.
-        rows: A few rows.
-        outputs: Outputs of the policy on them.
-    """
-    if outputs is None or outputs.values is None:
-        return None
-    valid, vocabulary = rows.valid_tokens, live.policy.vocabulary
-    followed = valid & nn.functional.pad(valid, (0, 2))[:, 1:-1] & nn.functional.pad(valid, (0, 2))[:, 2:]
-    changed = followed & (followed.cumsum(-1) == 1)
-    ids = torch.where(changed, (rows.response_ids + 1) % vocabulary, rows.response_ids)
-    others = policy_outputs(live, rows.replace(response_ids=ids))
-    if others is None or others.values is None:
-        return None
-    moves = torch.where(valid & changed.any(-1, keepdim=True), (others.values - outputs.values).abs(), 0.0)
-    behind = changed.int().argmax(-1, keepdim=True) + torch.arange(rows.width, device=valid.device)
-    return nn.functional.pad(moves, (0, rows.width)).gather(1, behind).double()
-
-
 def _microbatch_of(live: LiveRun, rows: Rollout) -> Microbatch:
     """Return rows in one microbatch."""
     plan = plan_of_rows(rows.to("cpu"), [[list(range(len(rows)))]], packed=live.models.options.packing)

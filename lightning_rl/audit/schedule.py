@@ -16,11 +16,11 @@ REPEATED = (
     ("contribution_rows", "contribution_groups", "contribution_ranks", "provided_fields", "contributions_fit"),
     OF_TRACE,
     (
-        *("advantage_direction", "reward_conservation", "token_returns"),
+        *("advantage_direction", "reward_conservation"),
         *("logprob_alignment", "reference_stays", "silent_environments"),
     ),
-    ("gradient_liveness", "loss_direction", "terms_add_up", "loss_fits", "correction_formula"),
-    ("metric_populations", "token_gradients", "values_ignore_temperature", "value_positions"),
+    ("gradient_liveness", "loss_direction", "terms_add_up", "loss_fits"),
+    ("metric_populations", "token_gradients", "values_ignore_temperature"),
 )
 """Checks that repeat or follow a stage of the run, the same code in every rollout; those of a group share work."""
 
@@ -29,7 +29,7 @@ PLACES = {name: place for place, group in enumerate(REPEATED) for name in group}
 FORMULAS = (
     *("loss_formula", "loss_needs_advantages", "value_loss_formula", "single_precision", "declared_ratio"),
     *("joint_ratio", "distances_pull_back", "terms_keep_tokens", "term_figures", "knob_liveness"),
-    *("advantage_formula", "advantage_ranks", "parent_promises", "evaluation_figures", "counted_padding"),
+    *("parent_promises", "evaluation_figures", "counted_padding"),
 )
 """Checks whose results depend on the algorithm alone."""
 

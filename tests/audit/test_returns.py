@@ -1,33 +1,21 @@
 """Returns and advantages of tokens, against their definition."""
 
-import warnings
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kit.evidence import culprits, evidence_of
-from kit.support import fit, tiny_module, tiny_prompts
-from torch.optim import AdamW
 from typing_extensions import override
 
 from lightning_rl import GAE
 from lightning_rl.advantages import (
-    ESTIMATORS,
     Advantages,
     Estimator,
     GAEOverTurns,
-    LengthAdaptive,
-    ReinforcePlusPlus,
-    RelativePosition,
     RewardSignal,
 )
-from lightning_rl.audit import CHECKS, SignalAudit, recheck
-from lightning_rl.audit.checks.return_checks import step_advantages, steps_of
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.callbacks import AdaptiveKL
 from lightning_rl.signal.discounted_returns import gae
 from lightning_rl.signal.masked import whiten
 
@@ -46,23 +34,6 @@ def trained_by(estimator: Estimator) -> Evidence:
     return replace(evidence, rollout=rollout, groups=rollout, rows=rollout)
 
 
-def test_the_definition_by_hand() -> None:
-    """Gamma = lam = 1/2 on valid tokens 0 and 2: delta_2 = 4 - 2, delta_0 = 0 + 2/2 - 1, A_0 = 0 + 2/4."""
-    valid = torch.tensor([[True, False, True, False]])
-    rewards, values = torch.tensor([[0.0, 9.0, 4.0, 9.0]]), torch.tensor([[1.0, 7.0, 2.0, 7.0]])
-    tokens = steps_of(valid, torch.tensor([[0, 1, 2, 3]]))
-    advantages, at_steps = step_advantages(rewards, values, tokens, 0.5, [0.5])
-    assert advantages.tolist() == [[0.5, 0.0, 2.0, 0.0]] and at_steps.tolist() == [[1.0, 0.0, 2.0, 0.0]]
-
-
-def test_the_definition_over_turns_by_hand() -> None:
-    """Gamma = lam = 1/2: delta_2 = 4 - 2, delta_1 = (1 + 3) + 2/2 - 1 of two tokens, A_1 = 4 + 2/4."""
-    valid, turns = torch.tensor([[True, True, False, True]]), torch.tensor([[1, 1, 0, 2]])
-    rewards, values = torch.tensor([[1.0, 3.0, 9.0, 4.0]]), torch.tensor([[1.0, 7.0, 7.0, 2.0]])
-    advantages, at_steps = step_advantages(rewards, values, steps_of(valid, turns), 0.5, [0.5])
-    assert advantages.tolist() == [[4.5, 4.5, 0.0, 2.0]] and at_steps.tolist() == [[1.0, 1.0, 0.0, 2.0]]
-
-
 @dataclass(frozen=True)
 class Bootstrapped(GAE):
     """Adds the last value after the end."""
@@ -76,80 +47,15 @@ class Bootstrapped(GAE):
         return Advantages(whiten(raw, signal.valid_tokens), raw + signal.values * signal.valid_tokens)
 
 
-@dataclass(frozen=True)
-class WhitenedByRow(GAE):
-    """Whitens the batch and then every row."""
-
-    @override
-    def __call__(self, signal: RewardSignal) -> Advantages:
-        advantages, returns = super().__call__(signal)
-        pairs = zip(advantages, signal.valid_tokens, strict=True)
-        return Advantages(torch.cat([whiten(row[None], mask[None]) for row, mask in pairs]), returns)
-
-
-@dataclass(frozen=True)
-class FirstTurnTwice(GAEOverTurns):
-    """Counts the tokens of the second turn as those of the first."""
-
-    @override
-    def __call__(self, signal: RewardSignal) -> Advantages:
-        assert signal.turns is not None
-        return super().__call__(replace(signal, turns=torch.where(signal.turns == 2, 1, signal.turns)))
-
-
-@dataclass(frozen=True)
-class Doubled(GAE):
-    """Doubles the advantages."""
-
-    @override
-    def __call__(self, signal: RewardSignal) -> Advantages:
-        advantages, returns = super().__call__(signal)
-        return Advantages(advantages * 2, returns)
-
-
 @pytest.mark.parametrize(
-    ("estimator", "checks"),
+    ("estimator", "found"),
     [
-        (GAE(), []),
-        (GAE(gamma=0.9, lam=0.8), []),
-        (GAE(gamma=0.9, lam=0.8, whitened=False), []),
-        (GAE(gamma=0.9, lam=RelativePosition(0.3), lam_critic=LengthAdaptive(0.4)), []),
-        (GAEOverTurns(gamma=0.9, lam=0.8), []),
-        (GAEOverTurns(gamma=0.9, lam=RelativePosition(0.3), whitened=False), []),
-        (ReinforcePlusPlus(gamma=0.9), []),
-        (FirstTurnTwice(gamma=0.9, whitened=False), ["token_returns"]),
-        (Bootstrapped(gamma=0.9, lam=0.8), ["returns_end_with_the_reward", "token_returns"]),
-        (WhitenedByRow(), ["token_returns"]),
-        (Doubled(), ["token_returns"]),
-        (Doubled(whitened=False), ["token_returns"]),
+        (GAE(gamma=0.9, lam=0.8), False),
+        (GAEOverTurns(gamma=0.9, lam=0.8), False),
+        (Bootstrapped(gamma=0.9, lam=0.8), True),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_trains_is_that_of_the_definition(estimator: Any, checks: list[str]) -> None:
-    evidence = trained_by(estimator)
-    found = {name: culprits(name, evidence) for name in ("returns_end_with_the_reward", "token_returns")}
-    assert [name for name, named in found.items() if named] == checks
-    assert {culprit for named in found.values() for culprit in named} <= {f"estimator {estimator.name}"}
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_every_estimator_of_the_library_is_checked_or_named(name: str) -> None:
-    estimator, evidence = ESTIMATORS[name], evidence_of()
-    if name in ("gae", "gae_over_turns", "reinforce_plus_plus"):
-        assert CHECKS["token_returns"].judge(trained_by(estimator)).skipped == {}
-    else:
-        evidence = replace(evidence, algorithm=evidence.algorithm.replace(advantages=estimator))
-        reason = f"{estimator.name} is not GAE, GAEOverTurns or ReinforcePlusPlus"
-        assert CHECKS["token_returns"].judge(evidence).skipped == {"token_returns": reason}
-
-
-def test_a_saved_rollout_is_judged_with_the_coefficient_of_then(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"advantages": Doubled(), "critic": "shared", "optimizer": partial(AdamW, lr=0.02)}
-    adaptive = partial(AdaptiveKL, 0.1, target=1e-3, horizon=16)
-    audit = SignalAudit(1, checks=["token_returns"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fit(tiny_module(**options), callbacks=[adaptive(), audit], data=tiny_prompts(12, 4), default_root_dir=tmp_path)
-    path = tmp_path / "audit" / "rollout-2.pt"
-    assert recheck(path, tiny_module(**options), [adaptive()]) == [audit.findings[-1]]
-    assert not recheck(path, tiny_module(**options), [adaptive()], checks=["returns_end_with_the_reward"])
+def test_nothing_is_bootstrapped_past_the_end(estimator: Any, found: bool) -> None:
+    named = culprits("returns_end_with_the_reward", trained_by(estimator))
+    assert set(named) == ({f"estimator {estimator.name}"} if found else set())

@@ -13,8 +13,7 @@ from torch.optim import AdamW
 
 import lightning_rl.corrections.stat
 import lightning_rl.rollouts.estimate_signal
-from lightning_rl import GAE, PromptDataModule
-from lightning_rl.advantages import LengthAdaptive
+from lightning_rl import PromptDataModule
 from lightning_rl.audit import SignalAudit
 from lightning_rl.data import Encoder
 from lightning_rl.rollouts.sample import Sampler
@@ -27,19 +26,12 @@ def score_at_the_first_token(scores: Tensor, token_rewards: Any, valid: Tensor, 
     return torch.where(first, scores[:, None], 0.0) + (0.0 if token_rewards is None else token_rewards * valid)
 
 
-def long_decay(_decay: LengthAdaptive, steps: Tensor) -> Tensor:
-    return (1 - 1 / (2.0 * steps.clamp(min=1))).clamp(min=0)
-
-
 def without_the_last(sampler: Sampler, rows: Any) -> list[str]:
     return TEXTS(sampler, [row[:-1] for row in rows])
 
 
 def shortened(encoder: Encoder, texts: Any, names: Any, **options: Any) -> Any:
     return {place: ids[:-1] for place, ids in TOKENIZE(encoder, texts, names, **options).items()}
-
-
-ADAPTIVE = {"advantages": GAE(lam=LengthAdaptive(alpha=0.5))}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +42,6 @@ ADAPTIVE = {"advantages": GAE(lam=LengthAdaptive(alpha=0.5))}
             {"advantages": "gae"},
             patch.object(lightning_rl.rollouts.estimate_signal, "shaped_rewards", score_at_the_first_token),
         ),
-        ("token_returns", ADAPTIVE, patch.object(LengthAdaptive, "__call__", long_decay)),
         (
             "logged_metrics",
             {},

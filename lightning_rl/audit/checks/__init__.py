@@ -2,8 +2,6 @@
 
 from lightning_rl.audit.checks import (
     conversation_checks,
-    correction_checks,
-    definition_checks,
     draw_checks,
     evaluation_checks,
     logprob_checks,
@@ -35,9 +33,7 @@ CHECKS: dict[str, Check[Evidence]] = checks_in(
     stage_checks,
     logprob_checks,
     signal_checks,
-    definition_checks,
     return_checks,
-    correction_checks,
     contribution_checks,
     loss_checks,
     loss_term_checks,

@@ -15,7 +15,6 @@ NO_POLICY = "there is no policy, or a callback's forward_context cannot be repea
 BEFORE = "stage score, the policy before the update"
 UPDATE = "stage update, the policy's forward"
 REFERENCE = "stage score, the reference"
-FAINT = 0.01  # a change that is none, relative to another one
 FAR = 2.0  # a gradient is a difference of values with a tolerance in nats
 
 
@@ -158,22 +157,3 @@ def values_ignore_temperature(evidence: Evidence) -> Iterator[Finding | Skip]:
             samples=rows.sample_ids[gap.amax(-1) > 0][:4].tolist(),
             positions=[int(gap.amax(0).argmax())],
         )
-
-
-@check(
-    culprit="stage score and update, the value head",
-    cure="read the value of a token from the hidden state that predicts it",
-)
-def value_positions(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The value of a token depends on the tokens before it, up to the last one, and not on the token itself."""
-    moves = evidence.value_moves
-    if moves is None or moves.shape[1] < 3 or not bool(moves.any()):
-        yield Skip("there is no critic" if moves is None else "the critic is constant, or no checked row has 3 tokens")
-        return
-    own, following, later = moves[:, 0].sum(), moves[:, 1].sum(), moves[:, 2:].amax(-1).sum()
-    if own > FAINT * following:
-        expected, observed = "values that do not depend on their own token", "values that do"
-        yield Finding(expected=expected, observed=f"{observed}, such as those of a later position")
-    elif following < FAINT * later:
-        expected, observed = "values that depend on the token before", "values that do not"
-        yield Finding(expected=expected, observed=f"{observed}, such as those of an earlier position")
