@@ -124,8 +124,8 @@ def evidence(folder: Path) -> None:
 
     with pytest.warns(UserWarning, match="reward_order"):
         fit(tiny_module(rewards=last_wins), callbacks=[SignalAudit()], default_root_dir=folder, limit_train_batches=1)
-    (found,) = (folder / "audit").glob("*.pt")
-    found.rename(folder / "audit" / "rollout-40.pt")
+    for found in (folder / "audit").glob("rollout-*"):
+        found.rename(found.with_name(f"rollout-000040{found.suffix}"))
 
 
 def chat(folder: Path) -> None:

@@ -16,8 +16,7 @@ LOADS = re.compile(
 )
 KNOWN = {
     "lightning_rl/__init__.py": "import_module(",  # names of this package
-    "lightning_rl/audit/saved.py": "torch.load(",  # weights_only, as every other one
-    "lightning_rl/checkpointing/checksum.py": "torch.load(",
+    "lightning_rl/checkpointing/checksum.py": "torch.load(",  # weights_only, as every other one
     "lightning_rl/checkpointing/folder_pickles.py": "torch.load(",
     "lightning_rl/checkpointing/pretrained.py": "torch.load(",
     "lightning_rl/generation/vllm/lora_adapter.py": "import_module(",

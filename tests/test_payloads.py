@@ -11,7 +11,6 @@ import torch
 from kit.support import fit, parity_reward, tiny_module, tiny_prompts
 
 from lightning_rl import RLLightningModule
-from lightning_rl.audit import recheck
 from lightning_rl.checkpointing import latest_checkpoint
 
 
@@ -51,24 +50,13 @@ def test_it_is_never_the_newest_checkpoint(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_it_is_no_evidence_and_no_checkpoint(name: str, tmp_path: Path) -> None:
+def test_it_is_no_checkpoint(name: str, tmp_path: Path) -> None:
     FILES[name](tmp_path / "a.pt")
-    with pytest.raises(ValueError, match=r"expected evidence as SignalAudit saves it, got .*a\.pt"):
-        recheck(tmp_path / "a.pt", tiny_module())
     with pytest.raises(REFUSALS):
         RLLightningModule.load_from_checkpoint(tmp_path / "a.pt")
     with pytest.raises(REFUSALS):
         fit(tiny_module(), ckpt_path=tmp_path / "a.pt", data=tiny_prompts(4, 4))
     assert not (tmp_path / "left").exists()
-
-
-@pytest.mark.parametrize(
-    "state", [{}, [], {"findings": [{}]}, {"findings": [{"check": "x"}], "rollout": {"__class__": 1}}]
-)
-def test_other_values_are_no_evidence(state: Any, tmp_path: Path) -> None:
-    torch.save(state, tmp_path / "a.pt")
-    with pytest.raises(ValueError, match=r"expected evidence as SignalAudit saves it, got .*a\.pt"):
-        recheck(tmp_path / "a.pt", tiny_module())
 
 
 def test_a_checkpoint_that_names_an_unpickler_is_asked_for_the_policy(tmp_path: Path) -> None:

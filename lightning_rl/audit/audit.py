@@ -49,11 +49,11 @@ from lightning_rl.audit.logged_rows import RowWatch
 from lightning_rl.audit.parameter_tracer import ParameterTracer
 from lightning_rl.audit.prompt_watch import PromptWatch
 from lightning_rl.audit.rates import StepRates
+from lightning_rl.audit.recheck import save
 from lightning_rl.audit.recomputed_metrics import callback_figures, sampling_figures
 from lightning_rl.audit.resumed import Fingerprint, compare_with_checkpoint, forgotten_states, of_checkpoint
 from lightning_rl.audit.reward_repeats import RewardWatch
 from lightning_rl.audit.sampling_statistics import KEPT_ROLLOUTS, Earlier, earlier_of, score_draws
-from lightning_rl.audit.saved import save
 from lightning_rl.audit.schedule import OF_TRACE, in_turn, part_of, takes_turn
 from lightning_rl.audit.step_evidence import StepEvidence
 from lightning_rl.audit.turn_boundaries import unsampled_tokens
@@ -281,9 +281,9 @@ class SignalAudit(RLCallback):
         for check in turn:
             self.skipped.pop(check.name, None)
         self.skipped |= skipped
-        path, text = Path(run.live.trainer.default_root_dir) / FOLDER / f"rollout-{number}{run.suffix}.pt", ""
+        text = ""
         if findings:
-            save(evidence, findings, path)
+            path = save(run.live, evidence, findings, Path(run.live.trainer.default_root_dir) / FOLDER, run.suffix)
             text = visible("\n".join([*map(str, findings), f"Evidence: {path}"]))
         texts = [text for text in process_objects(text) if text]
         self._count(begin)
@@ -381,8 +381,8 @@ class _RunWatch:
         )
         self.fields.state.forget_state()
         self.fields.begin(rollout)
-        groups = some_groups(rollout, self.turn)
-        rows = some_rows(groups, self.turn)
+        groups = some_groups(rollout, self._number)
+        rows = some_rows(groups, self._number)
         self.turn += 1
         critic = live.policy.value_head is not None
         facts, samples = RunFacts.of(live), samples_of_calls(self.batches, self.calls)

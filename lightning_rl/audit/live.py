@@ -14,6 +14,7 @@ from lightning_rl.data import PromptDataModule, data_module_of
 from lightning_rl.metrics import MetricLog
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import PolicyModel
+from lightning_rl.recording.recorder import RecordingDraft, Vocabulary
 from lightning_rl.rollouts.progress import CurrentRollout
 
 OF_MODULE = STEP_HOOKS[1:]  # the core generates the rollout in the first one
@@ -97,6 +98,10 @@ class LiveRun:
     def row_number(self, step_index: int) -> int:
         """Return the number under which the metrics of an optimizer step are logged."""
         return self._state.axis(step_index)
+
+    def draft(self, number: int) -> RecordingDraft:
+        """Return a recording in progress."""
+        return RecordingDraft(self._module, number, Vocabulary(self.tokenizer))
 
     def overridden(self, hook: str) -> str:
         """Return a method of the module that the user's class overrides, as a culprit; empty if it does not."""

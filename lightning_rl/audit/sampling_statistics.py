@@ -25,11 +25,9 @@ MIN_DRAWS, MAX_DRAWS, MAX_TOKENS = 4, 48, 48  # number of draws; scored tokens p
 BUDGET, ALL_BUDGET = 384, 2048  # maximum number of sampled tokens and of all tokens
 MAX_PROBABILITIES = 2**20  # of all tokens that are handled together
 KEPT_ROLLOUTS, KEPT_ROWS = 8, 512
-GREEDY_SHARE = 1 / 8  # of the samples of an engine that draws some of them greedily
 SHARES = (0.5, 0.1, 0.01, 0.001)  # of samples that are copies
 NOISE_SHARES = (0.5, 0.2, 0.05)  # of tokens that are drawn with the noise of another rollout
 NOISE_RATIOS = 3 * len(NOISE_SHARES)
-LEAST_TOKENS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # possible values of min_tokens
 
 
 class Draw(NamedTuple):
@@ -37,8 +35,6 @@ class Draw(NamedTuple):
 
     Attributes:
         sample: Id of the sample.
-        greedy: Log-likelihood ratio of an engine that draws some samples greedily.
-        unended: Log-likelihood ratios of engines that end no sample before each of :data:`LEAST_TOKENS`.
         place: Number of the batch and place in it.
         tokens: The tokens.
         quantiles: Begin and end of the interval of each token in the cumulative distribution, in the order of the
@@ -48,8 +44,6 @@ class Draw(NamedTuple):
     """
 
     sample: int
-    greedy: float = 0.0
-    unended: tuple[float, ...] = (0.0,) * len(LEAST_TOKENS)
     place: tuple[int, int] = (-1, -1)
     tokens: tuple[int, ...] = ()
     quantiles: Tensor = torch.zeros(2, 2, 0)
@@ -65,7 +59,6 @@ class Earlier(NamedTuple):
         samples: Ids of its samples.
         responses: Sampled tokens of these samples, in any order.
         odds: Result of :func:`odds_of`.
-        likelier: Result of :func:`likelihood_ratios` of its draws.
         repeated: Result of :func:`repeat_ratios`.
         seeds: Seeds of its requests.
         draws: Its draws.
@@ -75,7 +68,6 @@ class Earlier(NamedTuple):
     samples: Sequence[int]
     responses: Sequence[tuple[int, ...]]
     odds: Tensor = torch.zeros(len(WAGERS), dtype=torch.float64)
-    likelier: tuple[float, ...] = (0.0,) * (1 + len(LEAST_TOKENS))
     repeated: tuple[tuple[float, ...], ...] = ((0.0,) * len(SHARES),) * 2
     seeds: Sequence[int] = ()
     draws: Sequence[Draw] = ()
@@ -178,7 +170,6 @@ def earlier_of(
         list(samples),
         sorted(map(response_of, samples.values())),  # sorted parts are fast to sort together
         torch.zeros(len(WAGERS), dtype=torch.float64) if odds is None else odds,
-        likelihood_ratios(draws),
         repeat_ratios(repeats),
         [request.seed for request, _ in pairs],
         draws,
@@ -201,13 +192,6 @@ def odds_of(draws: Sequence[Draw], tolerance: float, earlier: Sequence[Earlier] 
     places = torch.cat([torch.arange(draw.quantiles.shape[-1]) for draw in draws])
     quantiles, kinds = (torch.cat([getattr(draw, name) for draw in draws], -1) for name in ("quantiles", "kinds"))
     return before + torch.cat([bet(quantiles, places, tolerance), bet_on_kinds(kinds, tolerance)])
-
-
-def likelihood_ratios(draws: Sequence[Draw]) -> tuple[float, ...]:
-    """Return the log-likelihood ratios of partly greedy engines and of each minimum length, over all draws."""
-    return tuple(sum(parts) for parts in zip(*((draw.greedy, *draw.unended) for draw in draws), strict=True)) or (
-        0.0,
-    ) * (1 + len(LEAST_TOKENS))
 
 
 @torch.no_grad()
@@ -315,8 +299,6 @@ def _draws(
     kinds = kinds_of([request.prefix_ids for request, _ in pairs], samples, probabilities, ends)
     columns = zip(
         [request.sample_id for request, _ in pairs],
-        _greedy_ratios(samples, scores, tolerance),
-        _unended_ratios(samples, scores, ends, tolerance),
         places,
         samples,
         quantiles.split(lengths, -1),
@@ -330,28 +312,6 @@ def _draws(
 def _sums(numbers: Tensor, samples: Sequence[Sequence[int]]) -> Tensor:
     """Return the sums of numbers of each token, [N, ...], over each sample, [D, ...]."""
     return numbers.new_zeros(len(samples), *numbers.shape[1:]).index_add_(0, owners_of(samples), numbers)
-
-
-def _greedy_ratios(samples: Sequence[Sequence[int]], scores: Tensor, tolerance: float) -> list[float]:
-    """Return the log-likelihood ratios of an engine that draws :data:`GREEDY_SHARE` of the samples greedily.
-
-    Tokens within rounding of the largest logit count as equally likely choices of such an engine.
-    """
-    own, least = _own(samples, scores), scores.amax(-1) - tolerance
-    surest = -_sums(own + (scores >= least[:, None]).sum(-1).log() + tolerance, samples)
-    missed, other = _sums((own < least).double(), samples) > 0, torch.tensor(math.log1p(-GREEDY_SHARE)).double()
-    return torch.where(missed, other, torch.logaddexp(other, math.log(GREEDY_SHARE) + surest)).tolist()
-
-
-def _unended_ratios(
-    samples: Sequence[Sequence[int]], scores: Tensor, ends: Sequence[int], tolerance: float
-) -> list[tuple[float, ...]]:
-    """Return the log-likelihood ratios of engines that end no sample before each minimum length."""
-    going_on = -torch.log1p(-scores[:, list(ends)].exp().sum(-1) * math.exp(-tolerance))
-    ended = [next((place for place, token in enumerate(tokens) if token in ends), len(tokens)) for tokens in samples]
-    needed = torch.tensor(LEAST_TOKENS) - 1
-    sums = _sums(torch.where(places_of(samples)[:, None] < needed, going_on[:, None], 0.0), samples)
-    return list(map(tuple, sums.masked_fill(torch.tensor(ended)[:, None] < needed, -torch.inf).tolist()))
 
 
 def quantiles_of(tokens: Sequence[int], probabilities: Tensor) -> Tensor:
@@ -394,7 +354,3 @@ def _noise_ratios(
     shares = torch.tensor(NOISE_SHARES, dtype=torch.float64)
     logs = (1 - shares + shares * (gains * math.exp(-tolerance))[..., None]).log()
     return list(map(tuple, _sums(logs.transpose(0, 1).flatten(1), shared).tolist()))
-
-
-def _own(samples: Sequence[Sequence[int]], scores: Tensor) -> Tensor:
-    return scores.gather(1, torch.tensor(list(chain(*samples)), dtype=torch.int64)[:, None])[:, 0]

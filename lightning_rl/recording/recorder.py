@@ -61,7 +61,7 @@ class RolloutRecorder(RLCallback):
         self.every_n_rollouts = every_n_rollouts
         self.keep = keep
         self.written: list[Path] = []
-        self._draft: _RecordingDraft | None = None
+        self._draft: RecordingDraft | None = None
         self._vocabulary: Vocabulary | None = None
 
     @override
@@ -72,7 +72,7 @@ class RolloutRecorder(RLCallback):
         if batch.step == 0:
             self._vocabulary = self._vocabulary or Vocabulary(module.options.tokenizer)
             due = batch.rollout % self.every_n_rollouts == 0
-            self._draft = _RecordingDraft(module, batch.rollout, self._vocabulary) if due else None
+            self._draft = RecordingDraft(module, batch.rollout, self._vocabulary) if due else None
         if self._draft is not None:
             self._draft.begin_step(batch)
 
@@ -168,7 +168,7 @@ class Vocabulary:
         return f" {text}" if begins else text
 
 
-class _RecordingDraft:
+class RecordingDraft:
     """Recording in progress."""
 
     def __init__(self, module: RLLightningModule, number: int, vocabulary: Vocabulary) -> None:
@@ -198,6 +198,7 @@ class _RecordingDraft:
         return {callback.name: describe(dict(state)) for callback in callbacks if (state := callback.state_dict())}
 
     def begin_step(self, step_index: StepIndex) -> None:
+        """Store the hash of the weights before a step."""
         weights = fingerprint(self.module.parallel.full_parameters(self.module.required_policy))
         empty = {"states": None, "scale": 1.0, "parts": {}, "grad_norm": None, "made": False}
         self.steps.append({"step_index": step_index.index, "weights": weights, **empty})
@@ -208,6 +209,7 @@ class _RecordingDraft:
             self.steps[-1]["states"] = self._states()
 
     def keep_step(self, trace: StepTrace) -> None:
+        """Store the plan, and the outputs and gradients of a step."""
         current = self.module.run.progress.current
         if current is None or self.rollout is None:
             return

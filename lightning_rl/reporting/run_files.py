@@ -249,7 +249,7 @@ def _finding(values: Mapping[str, Any], rollout: Any) -> dict[str, Any]:
 
 def _find_recordings(run: RunFiles, folders: Sequence[Path]) -> None:
     newest: dict[str, Path] = {}
-    for path in _files(folders, "rollout-[0-9]*.json"):
+    for path in (path for path in _files(folders, "rollout-[0-9]*.json") if path.parent.name != "audit"):
         if path.with_suffix(".safetensors").is_file():
             newest[path.stem] = path
         else:

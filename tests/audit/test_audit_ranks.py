@@ -81,8 +81,8 @@ def test_ranks_are_audited_alike(tmp_path: Path, strategy: str, kind: str, named
     run_ranks(__file__, 2, tmp_path, strategy, kind)
     said = [(tmp_path / f"rank-{rank}.txt").read_text() for rank in range(2)]
     assert all(named in own if named else not own for own in said), said
-    saved = {path.name for path in (tmp_path / "audit").glob("*.pt")}
-    assert saved == ({"rollout-0-rank-1.pt"} if kind == "on one rank" else saved if named else set())
+    saved = {path.name for path in (tmp_path / "audit").glob("*.json")}
+    assert saved == ({"rollout-000000-rank1.json"} if kind == "on one rank" else saved if named else set())
 
 
 if __name__ == "__main__":

@@ -153,5 +153,5 @@ def test_a_saved_rollout_is_judged_with_the_coefficient_of_then(tmp_path: Path) 
         warnings.simplefilter("ignore")
         fit(tiny_module(**options), callbacks=[adaptive(), audit], data=tiny_prompts(12, 4), default_root_dir=tmp_path)
     path = tmp_path / "audit" / "rollout-2.pt"
-    assert recheck(path, tiny_module(**options), [adaptive()]) == [audit.findings[-1]]
-    assert not recheck(path, tiny_module(**options), [adaptive()], checks=["returns_end_with_the_reward"])
+    assert recheck(path, tiny_module(**options).algorithm, [adaptive()]) == [audit.findings[-1]]
+    assert not recheck(path, tiny_module(**options).algorithm, [adaptive()], checks=["returns_end_with_the_reward"])

@@ -15,7 +15,7 @@ from datasets import IterableDataset
 from kit.conversations import Echo, talking_module
 from kit.evidence import culprits, evidence_of
 from kit.support import fit, tiny_module, tiny_policy, tiny_prompts
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD
 from typing_extensions import override
 
@@ -28,7 +28,6 @@ from lightning_rl.audit.sampling_statistics import (
     Draw,
     Earlier,
     Pair,
-    _greedy_ratios,
     _noise_ratios,
     affordable_draws,
     earlier_of,
@@ -357,32 +356,6 @@ def test_seeds_that_repeat_those_of_an_earlier_rollout_are_found() -> None:
     assert culprits("repeated_samples", with_batch(*rows, earlier=earlier)) == [
         "stage generate, the seeds of the requests"
     ]
-
-
-def leveled_policy() -> nn.Module:
-    """Return a model with bitwise equal logits."""
-    model = tiny_policy()
-    nn.init.zeros_(model.lm_head.weight)
-    return model
-
-
-@pytest.mark.parametrize("size", [2, 4, 64])
-@pytest.mark.parametrize("noise", [0.0, 1e-7])
-def test_likeliest_tokens_that_are_equal_are_no_greedy_choice(size: int, noise: float) -> None:
-    """For a correct engine the mean likelihood ratio is 1, also with equal logits (Ville 1939)."""
-    scores = (noise * torch.linspace(-1, 1, size, dtype=torch.float64)).log_softmax(-1)[None]
-    ratios = [_greedy_ratios([[token]], scores, 1e-4)[0] for token in range(size)]
-    average = sum(math.exp(ratio + float(scores[0, token])) for token, ratio in enumerate(ratios))
-    assert 1 - 1e-4 < average <= 1
-
-
-def test_logits_that_are_equal_in_a_whole_run_are_silent() -> None:
-    audit = SignalAudit(1, checks=["sample_process"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = tiny_module(policy=leveled_policy, optimizer=partial(SGD, lr=0.0))
-        fit(module, callbacks=[audit], data=tiny_prompts(24, 4))
-    assert audit.findings == []
 
 
 @pytest.mark.parametrize("kind", ["gumbel", "quantile", "ranked"])

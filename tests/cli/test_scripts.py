@@ -65,5 +65,5 @@ def test_what_a_recipe_raises_is_told_by_its_own_line(text: str, sentence: str, 
 
 
 def test_evidence_that_is_not_there_is_refused_with_its_name(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"nope\.pt"):
-        recheck(tmp_path / "nope.pt", tiny_module(), [])
+    with pytest.raises(FileNotFoundError, match=r"nope\.json"):
+        recheck(tmp_path / "nope.json", tiny_module().algorithm)

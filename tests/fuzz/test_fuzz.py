@@ -14,7 +14,7 @@ from lightning_rl.serialization import describe, restorable, restore
 from lightning_rl.utils.terminal import visible
 
 EXAMPLES = [pytest.param(30, id="some"), pytest.param(10_000, id="many", marks=pytest.mark.nightly)]
-NAMES = [*restorable(), "os.system", "builtins.eval", "lightning_rl.audit.saved.torch.load", "../x.y", ""]
+NAMES = [*restorable(), "os.system", "builtins.eval", "lightning_rl.checkpointing.checksum.torch.load", "../x.y", ""]
 MARKS = ["class_path", "init_args", "name", "partial", "args", "keywords", "closure"]
 OPTIONS = ["delta", "clip_low", "clip_high", "function", "beta", "name", "estimator", "coef", "length", "mean", "level"]
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(NAMES)

@@ -9,10 +9,8 @@ from collections.abc import Iterator, Mapping
 
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.sampling_statistics import (
-    LEAST_TOKENS,
     NOISE_RATIOS,
     SHARES,
-    likelihood_ratios,
     noise_ratios,
     repeat_ratios,
     trained_pairs,
@@ -95,31 +93,6 @@ def sample_likelihood(evidence: Evidence) -> Iterator[Finding | Skip]:
     odds = evidence.odds
     if float(odds.max()) > NATS + math.log(len(WAGERS)):
         yield Finding(observed=f"tokens {WAGERS[int(odds.argmax())]}", samples=[draw.sample for draw in evidence.draws])
-
-
-@check(
-    culprit="engine {engine}",
-    expected="samples drawn from the policy's probabilities, each until its end",
-    cure="look for greedy samples, and for min_tokens or another rule that suppresses the end",
-)
-def sample_process(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """Over several rollouts, samples are not much likelier under a partly greedy engine or a minimum length.
-
-    A likelihood ratio exceeds a bound with a probability of at most its reciprocal (Ville 1939).
-    """
-    if not evidence.draws or evidence.swapped_samples:
-        yield Skip(
-            MIXED_UP if evidence.swapped_samples else "no fresh sample could be scored by the policy's plain forward"
-        )
-        return
-    recent = [*(rollout.likelier for rollout in evidence.earlier), likelihood_ratios(evidence.draws)]
-    greedy, *unended = (sum(parts) for parts in zip(*recent, strict=True))
-    bound, samples = NATS + math.log(1 + len(LEAST_TOKENS)), [draw.sample for draw in evidence.draws]
-    if greedy > bound:
-        yield Finding(observed="too many samples in which every token is the likeliest", samples=samples)
-    elif max(unended) > bound:
-        least = LEAST_TOKENS[unended.index(max(unended))]
-        yield Finding(observed=f"no sample that ends before {least} tokens", samples=samples)
 
 
 @check(

@@ -12,7 +12,6 @@ from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.sampling_statistics import Pair
 from lightning_rl.rollout import FinishReason, Rollout, turn_numbers
 from lightning_rl.testing.properties.check import check
-from lightning_rl.testing.properties.comparisons import differences
 from lightning_rl.testing.properties.row_changes import repeats_itself
 from lightning_rl.utils.finding import Finding
 
@@ -205,13 +204,3 @@ def masks(evidence: Evidence) -> Iterator[Finding]:
                 observed=f"{int(rows.sum())} others",
                 samples=rollout.sample_ids[rows][:4].tolist(),
             )
-
-
-@check(expected="finite numbers", observed="NaN or infinity", cure="check the code that provides this field")
-def finite(evidence: Evidence) -> Iterator[Finding]:
-    """Every number at a valid token is finite."""
-    rollout, valid = evidence.rollout, evidence.rollout.valid_tokens
-    for name, tensor in rollout.tensors():
-        if tensor.is_floating_point() and tensor.shape[:2] == valid.shape:
-            wrong = valid & ~torch.isfinite(tensor.reshape(*valid.shape, -1)).all(-1)
-            yield from differences(wrong, torch.zeros_like(wrong), rollout.sample_ids, culprit=f"field {name}")
