@@ -23,7 +23,7 @@ WeightsOf = Callable[[Reduction], Tensor]
 
 
 class LossParts(NamedTuple):
-    """Loss of a microbatch.
+    """Loss of a microbatch: total 0.31 of parts {"policy": 0.3, "reference_kl": 0.2} with a coefficient of 0.05.
 
     Attributes:
         total: Part of the step's loss that this microbatch adds, with gradient.

@@ -36,6 +36,9 @@ FORMER_TURNS = "turns"  # in ``token_extras`` there, instead of ``segments``: se
 class Rollout:
     """Samples of a policy, right-padded: B rows, P prompt positions, T response positions.
 
+    Two samples of one prompt: ``prompt_ids`` [[3, 4], [3, 4]], ``response_ids`` [[5, 6, 1], [7, 1, 0]],
+    ``response_lengths`` [3, 2], ``groups`` [64, 64], ``sample_ids`` [512, 513], ``rewards`` [1.0, 0.0].
+
     Immutable: :meth:`replace` returns a new object. :meth:`select`, :func:`concatenate`, :meth:`to` and :meth:`state`
     apply to every field. Position t of a per-token field belongs to ``response_ids[:, t]``; a log-probability is
     log p(``response_ids[:, t]`` | all previous tokens of its context).

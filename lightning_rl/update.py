@@ -26,7 +26,9 @@ Forward = Callable[[Microbatch], Outputs]
 
 @dataclass(slots=True)
 class StepWeights:
-    """Weights of tokens by each reduction, over one optimizer step of all ranks. Each is computed once.
+    """Weights of tokens by each reduction, over a step of all ranks: 1/300 for ``token_mean`` of 300 tokens.
+
+    Each is computed once.
 
     All ranks have the same number of microbatches, so they request the same reductions in the same order.
     """
@@ -65,7 +67,7 @@ class StepWeights:
 
 @dataclass(slots=True)
 class StepGradient:
-    """Losses and statistics of one optimizer step.
+    """Losses and statistics of one optimizer step: parts {"policy": 0.3}, norm 1.7, made True, 300 tokens.
 
     Attributes:
         parts: Parts of the loss, summed over microbatches.

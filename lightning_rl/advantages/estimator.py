@@ -26,6 +26,9 @@ EXAMPLE_ROWS = 960  # a multiple of the usual group sizes, for functions that re
 class RewardSignal:
     """Input of an estimator: the rewards and other fields of a rollout.
 
+    Two samples of one prompt: scores [1.0, 0.0], groups [64, 64], valid_tokens [[True, True], [True, False]], shaped
+    [[0.0, 1.0], [0.0, 0.0]].
+
     Attributes:
         scores: Task reward plus bonuses of each row, in float64 as the rewards of a run, shape [B]; without the task
             reward outside ``rewarded``.
@@ -87,7 +90,7 @@ class RewardSignal:
 
 
 class Advantages(NamedTuple):
-    """Output of an estimator, 0 at invalid tokens; returns only with a critic."""
+    """Output of an estimator, 0 at invalid tokens: advantages [[1.0, 1.0], [-1.0, 0.0]]; returns only with a critic."""
 
     advantages: Float[Tensor, "B T"]
     returns: Float[Tensor, "B T"] | None = None

@@ -53,7 +53,7 @@ LOGGED_BY_CORE = {
 
 
 class PolicyFactor(NamedTuple):
-    """Product of masks and weights on the policy loss, and their statistics."""
+    """Product of masks and weights on the policy loss, such as [[0.0, 2.0]], and their statistics."""
 
     factor: Tensor | None  # [b, T]; None without masks and weights
     stats: dict[str, Stat]

@@ -12,7 +12,7 @@ from lightning_rl.corrections.view import LossView
 
 @dataclass(kw_only=True)
 class MicrobatchTrace:
-    """One microbatch of a step.
+    """One microbatch of a step: a view of 2 rows, its gradient [2, 9], and parts {"policy": 0.1}.
 
     Attributes:
         view: Rows with the policy's outputs, detached; no rows for a microbatch of padding.
@@ -29,7 +29,7 @@ class MicrobatchTrace:
 
 @dataclass(kw_only=True)
 class StepTrace:
-    """One optimizer step of this rank.
+    """One optimizer step of this rank: step 1 of rollout 3 in two microbatches, norm 1.7, made True.
 
     Attributes:
         rollout_number: Number of the rollout.

@@ -14,6 +14,8 @@ from lightning_rl.rollout import EXPERT_LOAD, TOP_IDS, TOP_LOGPROBS, Rollout
 class Outputs(NamedTuple):
     """Outputs of a forward for each response position, 0 outside of the valid tokens; shapes [b, T].
 
+    Log-probabilities [[-0.7, -1.2, 0.0]] and entropy [[1.1, 1.3, 0.0]] of a row with two valid tokens.
+
     :class:`LossView` declares those that losses and corrections get.
     """
 
@@ -29,6 +31,7 @@ class Outputs(NamedTuple):
 class LossView(Rollout):
     """:class:`Rollout` fields of a microbatch, padded to its longest response, and the current policy's outputs.
 
+    One row: advantages [[1.0, 1.0]], old_logprobs [[-0.7, -1.3]], logprobs [[-0.7, -1.2]] with gradient.
     ``old_logprobs`` and ``advantages`` are always set. At invalid tokens every log-probability is 0.
 
     Attributes:

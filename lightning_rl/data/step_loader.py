@@ -26,7 +26,7 @@ class Positioned(Protocol):
 
 
 class StepIndex:
-    """Index of one optimizer step: number of the rollout, step within it, and index in the run."""
+    """Index of one optimizer step: rollout 2, step 1 within it, and index 9 in a run with 4 steps per rollout."""
 
     __slots__ = ("index", "rollout", "step")
 

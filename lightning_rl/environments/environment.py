@@ -32,7 +32,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """Answer of the policy in one turn.
+    """Answer of the policy in one turn: text "", one tool call ``add(2, 3)``, finish STOP, turn 0.
 
     Args:
         text: Text without tool calls and reasoning.
@@ -60,7 +60,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Reply of an environment to an answer.
+    """Reply of an environment to an answer: messages [{"role": "tool", "content": "5"}], reward None, done False.
 
     Args:
         messages: Messages of users or tools for the policy; empty only if ``done`` or ``rewritten``.
@@ -126,7 +126,7 @@ class Environment(CheckedNames):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStep:
-    """:class:`StepResult` in token ids.
+    """:class:`StepResult` in token ids: token_ids (8, 9), reward 0.5, done False.
 
     Args:
         token_ids: Ids between the answer and the next one; empty only if ``done`` or ``rewritten``.

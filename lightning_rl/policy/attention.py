@@ -54,6 +54,8 @@ def hardware_of(device: torch.device) -> Hardware:
 class Shared(NamedTuple):
     """Index maps between packed inputs, where common prompts occur once, and what attention reads.
 
+    Inputs [p, q, a, b] of the sequences p, q, a and p, q, b: keys [0, 1, 2, 0, 1, 3], queries and outputs [0, 1, 2, 3].
+
     Attributes:
         keys: Index of the input at each key: every sequence has all of its tokens.
         queries: Index of the input at each query: every sequence has the tokens that no sequence before it has.
@@ -67,7 +69,7 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedSequences:
-    """Sequences of a packed row and the kernel for their attention.
+    """Sequences of a packed row and the kernel for their attention: lengths ((9, 9), (4, 9)) if 5 tokens are shared.
 
     The queries of a sequence are those of its last tokens; of all, if it shares no prompt.
 

@@ -103,7 +103,7 @@ def count_unvisited_experts(counts: Mapping[str, Tensor]) -> dict[str, int]:
 
 @dataclass(slots=True, eq=False)
 class MicrobatchRoutes:
-    """Routes of a microbatch for one forward.
+    """Routes of a microbatch for one forward: padded [2, 14, 4, 8] for 2 sequences, 4 routers and 8 experts per token.
 
     Args:
         samples: Ids of the rows' samples, for messages.

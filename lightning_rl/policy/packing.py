@@ -37,6 +37,8 @@ _GATHERED = {"gathered": True}  # from the entry of token_extras of this name, a
 class Layout:
     """Model inputs for rows of a rollout, and the position of each valid token's prediction in the output.
 
+    Prompt 3, 4 with response 5, 1: input_ids [[3, 4, 5]], source [1, 2], targets [5, 1], rows [0, 0], columns [0, 1].
+
     A token's prediction is one position before it. With N packed positions the inputs are [1, N]. Padded, they are [s,
     S], one line per sequence, padded on the right, where no loss is computed and thus no attention mask is needed. A
     prompt that packed sequences share is in the inputs once.
@@ -162,6 +164,8 @@ def _join_rows(
 class CommonPrompts(NamedTuple):
     """Beginning of each sequence that another sequence has in the packed inputs.
 
+    Three samples of a prompt of 5 tokens: lender [0, 0, 0], tokens [0, 5, 5].
+
     Attributes:
         lender: Sequence that has it, often itself.
         tokens: Number of its shared tokens; 0 for a lender.
@@ -192,7 +196,10 @@ def first_with_prompt(rows: Rollout) -> Int[Tensor, " b"]:
 
 
 class Sequences(NamedTuple):
-    """Sequences that the model reads: one per row, and one more for each rewritten context.
+    """Sequences that the model reads: one per row, and one more for each new context.
+
+    Row 0 with a new context at its token 9 of 14, and row 1 of 6 tokens: row [0, 0, 1], begin [0, 9, 0], lengths [9, 5,
+    6].
 
     Attributes:
         row: Row of each sequence.

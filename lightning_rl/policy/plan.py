@@ -17,7 +17,10 @@ RowLists = list[list[list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Rows that go through the model together. An empty index is padding, for ranks with fewer microbatches."""
+    """Rows that go through the model together: index [4, 9] and their layout.
+
+    An empty index is padding, for ranks with fewer microbatches.
+    """
 
     index: Int[Tensor, " b"]
     layout: Layout
@@ -37,7 +40,10 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Microbatches of each minibatch. One minibatch is one optimizer step; epochs repeat them in the same order."""
+    """Microbatches of each minibatch: 2 minibatches with 3 and 2 microbatches.
+
+    One minibatch is one optimizer step; epochs repeat them in the same order.
+    """
 
     minibatches: tuple[tuple[Microbatch, ...], ...]
 

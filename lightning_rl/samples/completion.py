@@ -29,7 +29,9 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sample to generate. Its random numbers come from its own seed, so they do not depend on its batch.
+    """One turn of a sample to generate: prefix (3, 4), sample 515 of rollout 3, turn 0.
+
+    Its random numbers come from its own seed, so they do not depend on its batch.
 
     Args:
         prefix_ids: Token ids to continue, at least one.
@@ -72,7 +74,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """Response to a request.
+    """Response to a request: ids (5, 1), log-probabilities [-0.7, -0.1], finish STOP, version 7.
 
     Args:
         token_ids: Ids of the response, with EOS if it was sampled.

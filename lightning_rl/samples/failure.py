@@ -7,7 +7,9 @@ from lightning_rl.utils.keys import hide_secrets
 
 @dataclass(frozen=True)
 class Failure:
-    """Rows that a reward function failed to score, or an environment that failed; secrets in its texts are hidden.
+    """Rows that a reward function failed to score, or an environment that failed: rows (3,), "raised KeyError('x')".
+
+    Secrets in its texts are hidden.
 
     Attributes:
         rows: Row indices within the call; empty for an environment.

@@ -13,7 +13,7 @@ REWRITTEN = "rewritten"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt with its index in the stream.
+    """A prompt with its index in the stream: index 64, ids (3, 4), content "What is 2 + 3?", columns {"answer": "5"}.
 
     Args:
         index: Index in the stream; unique in a run.
