@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from typing_extensions import override
-
 from lightning_rl.corrections import Stat
 from lightning_rl.data import Prompt, PromptDataModule
-from lightning_rl.distributed import Parallel
-from lightning_rl.generation import Engine
+from lightning_rl.distributed import Parallel, failing_together
+from lightning_rl.generation import Engine, EngineError
 from lightning_rl.rollouts.prefetch import Prefetcher
 from lightning_rl.rollouts.sample import Collected, Sampled, Sampler, check_staleness, distribute_prompts
 
@@ -19,6 +17,9 @@ from lightning_rl.rollouts.sample import Collected, Sampled, Sampler, check_stal
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGenerator:
     """Sync, generation and rewards of one rollout, with the current weights; every rank has to call each method.
+
+    Requests up to ``max_staleness`` further rollouts, while the trainer works on earlier ones. An engine that is not
+    concurrent generates one rollout at a time, and none during a weight sync.
 
     Args:
         number: Number of the rollout.
@@ -49,8 +50,7 @@ class RolloutGenerator:
     @staticmethod
     def of(module: Any, number: int, end: float) -> "RolloutGenerator":
         """Return the generator of a rollout of a module in a fit."""
-        ahead = module.options.max_staleness > 0
-        return (GeneratorAhead if ahead else RolloutGenerator)(
+        return RolloutGenerator(
             number=number,
             end=end,
             sampler=module.sampler,
@@ -61,22 +61,31 @@ class RolloutGenerator:
             prefetcher=module.run.prefetcher,
             max_staleness=module.options.max_staleness,
             skipped=module.fault_tolerance.skip_rollouts,
-            in_flight=_in_flight(module.options.engine, number) if ahead else {},
+            in_flight=_in_flight(module.options.engine, number) if module.options.max_staleness else {},
         )
 
     def sync(self) -> Sampled | Sequence[Prompt] | None:
         """Send the weights to the engine; return samples or prompts of this rollout requested ahead, or None."""
+        ahead = None if self.concurrent else self._take()
         with self.phase("sync"):
             self.send(self.number)
-        return None
+        if not self.concurrent:
+            return ahead
+        self._submit()  # all rollouts that may be generated with these weights
+        return self._take()
 
     def generate(self, ahead: Sampled | Sequence[Prompt] | None) -> Sampled:
         """Return the samples of the first round; generate them unless ``ahead`` has them."""
         with self.phase("generate"):
-            if isinstance(ahead, Sampled):
-                return ahead
-            wanted = self.sampler.open(ahead or self.next_prompts(), self.number)
-            return self.sampler.generate_together(wanted, logprobs=self.sampler.reads_logprobs(self.number))
+            samples = ahead if isinstance(ahead, Sampled) else self._generate(ahead or self.next_prompts())
+        if self.sampler.max_rounds == 1:  # the engine has no more requests for this rollout
+            self._submit()
+        return samples
+
+    def _generate(self, prompts: Sequence[Prompt]) -> Sampled:
+        logprobs = self.sampler.reads_logprobs(self.number)
+        with failing_together("generation", EngineError):
+            return self.sampler.generate(self.sampler.open(prompts, self.number), logprobs=logprobs)
 
     def reward(self, samples: Sampled) -> Collected:
         """Score the first round, and sample further ones until enough groups are kept."""
@@ -84,6 +93,7 @@ class RolloutGenerator:
         with self.phase("reward"):
             groups = self.sampler.fill_groups(take, self.groups, number, rank=rank, first=samples)
         check_staleness(groups.rollout, number, self.max_staleness)
+        self._submit()
         return groups._replace(stats={**groups.stats, **self.in_flight})
 
     @property
@@ -96,37 +106,6 @@ class RolloutGenerator:
         ranks = self.parallel.ranks
         return distribute_prompts(self.data.take(self.groups * ranks), [self.groups] * ranks)[self.parallel.rank]
 
-
-class GeneratorAhead(RolloutGenerator):  # pyrefly: ignore[bad-class-definition]
-    """Generator that requests up to ``max_staleness`` further rollouts, while the trainer works on earlier ones.
-
-    An engine that is not concurrent generates one rollout at a time, and none during a weight sync.
-    """
-
-    __slots__ = ()
-
-    @override
-    def sync(self) -> Sampled | Sequence[Prompt] | None:
-        ahead = None if self.concurrent else self._take()
-        super().sync()
-        if not self.concurrent:
-            return ahead
-        self._submit()  # all rollouts that may be generated with these weights
-        return self._take()
-
-    @override
-    def generate(self, ahead: Sampled | Sequence[Prompt] | None) -> Sampled:
-        samples = super().generate(ahead)
-        if self.sampler.max_rounds == 1:  # the engine has no more requests for this rollout
-            self._submit()
-        return samples
-
-    @override
-    def reward(self, samples: Sampled) -> Collected:
-        groups = super().reward(samples)
-        self._submit()
-        return groups
-
     @property
     def concurrent(self) -> bool:
         """True if rollouts are generated concurrently and generation continues during weight syncs."""
@@ -134,6 +113,8 @@ class GeneratorAhead(RolloutGenerator):  # pyrefly: ignore[bad-class-definition]
 
     def _take(self) -> Sampled | Sequence[Prompt] | None:
         """Return the samples or waiting prompts of this rollout if it was submitted; None otherwise."""
+        if not self.max_staleness:
+            return None
         with self.phase("wait"):
             if self.sampler.corrections.contributors("keep_groups") and not self.concurrent:
                 self.prefetcher.drain()  # the engine must be free to resample groups that a filter drops

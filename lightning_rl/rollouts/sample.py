@@ -182,7 +182,8 @@ class Sampler:
             if round_number:
                 prompts = distribute_prompts(take(sum(wanted)), wanted)[rank]
                 # all rounds have equal fields, also after a resume
-                sampled = self.generate_together(self.open(prompts, number), logprobs=first.logprobs)
+                with failing_together("generation", EngineError):
+                    sampled = self.generate(self.open(prompts, number), logprobs=first.logprobs)
             with self._failing_together("rewards and masks of them"):
                 part, new, failing = self.score(sampled)
                 self.corrections.observe_generated(sampled.pairs)
@@ -233,19 +234,6 @@ class Sampler:
         names = sorted({name for _, names in everyone for name in names})
         return {name: Stat.of(torch.tensor(logged.get(name, []), dtype=torch.float64)) for name in names}
 
-    def sample(
-        self, prompts: Sequence[Prompt], *, group_size: int | None = None, sampling: SamplingParams | None = None
-    ) -> Rollout:
-        """Generate and score samples that do not train, by default one per prompt, with the run's seed."""
-        sampler = replace(self, greedy_baseline=False)
-        wanted = sampler.open(prompts, 0, group_size=group_size or 1, sampling=sampling)
-        sampled = sampler.generate_together(wanted, logprobs=self.reads_logprobs(0))
-        rollout, calls, failed = sampler.score(sampled)
-        report = FailureReport(self.rewards)
-        report.add(sampled.trajectories, calls, failed)
-        report.write()
-        return rollout
-
     def open(
         self,
         prompts: Sequence[Prompt],
@@ -288,18 +276,9 @@ class Sampler:
             for prompt, each in ids
         ]
 
-    def generate_together(self, wanted: Sequence[Trajectory], *, logprobs: bool) -> Sampled:
-        """Generate and start rewards that run in subprocesses; if one rank fails, all do."""
-        with failing_together("generation", EngineError):
-            sampled = self.converse(wanted, logprobs=logprobs)
-        return self._start_rewards(sampled)
-
     def generate(self, wanted: Sequence[Trajectory], *, logprobs: bool) -> Sampled:
         """Generate and start rewards that run in subprocesses. Thread-safe: no collective and no other user code."""
-        return self._start_rewards(self.converse(wanted, logprobs=logprobs))
-
-    def _start_rewards(self, sampled: Sampled) -> Sampled:
-        """Start the rewards that run in subprocesses."""
+        sampled = self.converse(wanted, logprobs=logprobs)
         if not self.rewards.starts_early:
             return sampled
         return sampled._replace(started=self.rewards.start(**self.reward_arguments(sampled.select(baseline=False))))
@@ -351,10 +330,6 @@ class Sampler:
             greedy, further, _ = self._with_rewards(sampled, baseline=True)
             rollout, calls = self._with_baseline(rollout, greedy), [*calls, *further]
         return self.collectives.share(rollout), calls, failed
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        """Decode a completion for the rewards."""
-        return self.texts([token_ids])[0]
 
     def texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Decode completions for the rewards in one call."""

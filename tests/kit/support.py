@@ -380,7 +380,7 @@ def fill_rollout(
     sampler: Sampler, take: Callable[[int], list[Prompt]], groups: int, number: int = 0
 ) -> tuple[Rollout, dict[str, Stat]]:
     """The groups of a rollout on this rank alone, from the first round to the last, and how many there were."""
-    first = sampler.generate_together(sampler.open(take(groups), number), logprobs=sampler.reads_logprobs(number))
+    first = sampler.generate(sampler.open(take(groups), number), logprobs=sampler.reads_logprobs(number))
     scored = sampler.fill_groups(take, groups, number, first=first)
     return scored.rollout, {name: stat for name, stat in scored.stats.items() if name.startswith("groups/")}
 
@@ -388,7 +388,7 @@ def fill_rollout(
 def sample_groups(sampler: Sampler, prompts: Sequence[Prompt], number: int = 0) -> Rollout:
     """One round of a rollout, scored."""
     wanted, logprobs = sampler.open(prompts, number), sampler.reads_logprobs(number)
-    return sampler.score(sampler.generate_together(wanted, logprobs=logprobs))[0]
+    return sampler.score(sampler.generate(wanted, logprobs=logprobs))[0]
 
 
 def view_of_rollout(rollout: Rollout, logprobs: Tensor) -> LossView:

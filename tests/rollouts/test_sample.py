@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from kit.engine_requests import request_of
-from kit.support import fill_rollout, parity_reward, sample_groups, tiny_tokenizer
+from kit.support import fill_rollout, parity_reward, sample_groups, tiny_module, tiny_tokenizer
 from torch import Tensor
 from typing_extensions import override
 
@@ -154,11 +154,11 @@ def test_special_tokens_are_text_unless_they_end_or_fill_a_response() -> None:
     ids = [number[word] for word in ("<think>", "a", "</think>", "<answer>", "b", "</answer>")]
     ends = [number[word] for word in ("<end>", "</s>", "<pad>")]
     sampling = SamplingParams(eos_token_ids=ends[:1])
-    text = sampler_of(tokenizer=tokenizer, sampling=sampling).text([*ids, *ends])
+    text = sampler_of(tokenizer=tokenizer, sampling=sampling).texts([[*ids, *ends]])[0]
     assert text.split() == ["<think>", "a", "</think>", "<answer>", "b", "</answer>"]
     assert TagFormat()(["?"], [text]) == [1.0]
     assert plain_text(tokenizer, ends)(ids + ends, (), ()).text == text
-    assert sampler_of(tokenizer=tokenizer).text(ends[:1]) == "<end>", "which ends no response of this run"
+    assert sampler_of(tokenizer=tokenizer).texts([ends[:1]])[0] == "<end>", "which ends no response of this run"
 
 
 def test_the_texts_of_a_round_are_decoded_in_one_call_that_inspects_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,8 +356,6 @@ def test_baselines_stay_with_their_groups_through_filtering() -> None:
 
 
 def test_only_rollouts_draw_baselines() -> None:
-    sampler = sampler_of(greedy_baseline=True)
-    engine = sampler.engine
-    assert isinstance(engine, FakeEngine)
-    sampler.sample(stream().take(2), sampling=replace(sampler.sampling, temperature=0.0))  # as validation does
+    engine = FakeEngine(lambda _: [2, 1])
+    tiny_module(engine=engine, advantages="remax").generate([[2, 3], [4]])
     assert [request.sample_id for request in engine.requests] == [0, 1]

@@ -54,7 +54,7 @@ def draw_samples(module: RLLightningModule, number: int, limit: float) -> Checke
     prompts, begin = module.data_module.take(number), time.perf_counter()
     nothing = Rewards({"none": lambda prompts, *_, **__: [0.0] * len(prompts)})
     sampler = replace(module.sampler, rewards=nothing, corrections=Corrections(), greedy_baseline=False)
-    drawn = sampler.generate_together(sampler.open(prompts, 0), logprobs=sampler.reads_logprobs(0))
+    drawn = sampler.generate(sampler.open(prompts, 0), logprobs=sampler.reads_logprobs(0))
     rollout, *_ = sampler.score(drawn)
     report = FailureReport()
     report.add(drawn.trajectories)
