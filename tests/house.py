@@ -34,7 +34,8 @@ NO_SAMPLE = {
     "WeightFiles", "WeightSync", "Sampler", "Collector", "Run", "RolloutGenerator", "RunState",
     "Environments", "Algorithm", "ConversationLimits", "RowCheck", "Bridge", "CallStyle", "ModuleValues",
     "ModuleDifference", "Event", "TokenPosition", "Replayed", "Capabilities", "Field", "Items", "Shapes", "Moments",
-    "Population", "TurnEstimates", "Stat", "SandboxResult",
+    "Population", "TurnEstimates", "Stat", "SandboxResult", "Activations", "MemoryPlan", "Head", "Tokens", "Finding",
+    "FailureSummary", "RunFailure", "RewardDomain",
 }  # fmt: skip
 PLAIN = {"NamedTuple", "TypedDict", "BaseModel", "Struct"}
 MODULES = ("module", "pl_module", "trainer")

@@ -9,8 +9,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from lightning_rl.samples.completion import Completion, FinishReason, Request
+from lightning_rl.samples.failure import Failure
 from lightning_rl.samples.prompt import REWRITTEN, Message, Prompt
-from lightning_rl.samples.reward_call import Failure
 
 PROMPT = -1
 """Parent of the segments that follow the prompt."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_rl.samples.completion import FinishReason, Request
+from lightning_rl.samples.failure import Failure
 from lightning_rl.samples.prompt import Prompt
-from lightning_rl.samples.reward_call import Failure
 from lightning_rl.samples.sampling_params import SamplingParams
 from lightning_rl.samples.trajectory import Segment, Trajectory
 
@@ -80,14 +80,14 @@ def _trajectory(record: dict[str, Any], prompt: Prompt) -> Trajectory:
     """Invert :func:`_record`."""
     known: dict[str, Any] = record["request"]
     known |= {"prefix_ids": tuple(known["prefix_ids"].tolist()), "sampling": SamplingParams(**known["sampling"])}
-    failure = record["failure"]
+    failure: dict[str, Any] | None = record["failure"]
     restored: dict[str, Any] = {
         "prompt": prompt,
         "request": Request(**known),
         "segments": tuple(map(_segment, record["segments"])),
         "finish": FinishReason(record["finish"]),
         "messages": tuple(json.loads(record["messages"])),
-        "failure": None if failure is None else Failure((), failure["cause"], failure["traceback"]),
+        "failure": None if failure is None else Failure(**{**failure, "rows": ()}),
     }
     return Trajectory(**{**record, **restored})
 

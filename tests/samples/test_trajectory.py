@@ -167,7 +167,7 @@ def test_trajectories_are_restored_from_flat_tensors_and_one_text() -> None:
         replace(
             conversation_of((3, 4, 5), turns, place, TURNS, logprobs=place != 4, mixed=True)[1],
             messages=({"role": "user", "content": [{"type": "text"}]},), environment_reward=0.1 + 0.2,
-            failure=Failure((), "OSError: gone", "in step") if place == 2 else None, **ended,
+            failure=Failure((), "OSError: gone", "in step", "OSError") if place == 2 else None, **ended,
         )
         for place, turns in enumerate(written)
     ]  # fmt: skip
