@@ -128,7 +128,7 @@ class EvaluationRun:
 
     def _failures(self) -> dict[str, float]:
         """Return the number of failed conversations of each evaluation, over all ranks. A collective."""
-        broken = [failures.broken for failures in self.failures]
+        broken = [failures.failed_conversations for failures in self.failures]
         counts = [sum(rank) for rank in zip(*self.collectives.objects(broken), strict=True)]
         heads = [self.stage if q.evaluation is None else f"{self.stage}/{q.name}" for q in self.questions]
         return {f"{head}/env/failed": float(count) for head, count in zip(heads, counts, strict=True)}

@@ -71,7 +71,7 @@ class FailureReport:
         self._broken += [(each, each.failure) for each in samples if each.failure is not None]
 
     @property
-    def broken(self) -> int:
+    def failed_conversations(self) -> int:
         """Number of conversations that failed with their environment."""
         return len(self._broken)
 

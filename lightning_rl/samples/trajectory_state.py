@@ -80,14 +80,14 @@ def _trajectory(record: dict[str, Any], prompt: Prompt) -> Trajectory:
     """Invert :func:`_record`."""
     known: dict[str, Any] = record["request"]
     known |= {"prefix_ids": tuple(known["prefix_ids"].tolist()), "sampling": SamplingParams(**known["sampling"])}
-    failure: dict[str, Any] | None = record["failure"]
+    failure: Any = record["failure"]
     restored: dict[str, Any] = {
         "prompt": prompt,
         "request": Request(**known),
         "segments": tuple(map(_segment, record["segments"])),
         "finish": FinishReason(record["finish"]),
         "messages": tuple(json.loads(record["messages"])),
-        "failure": None if failure is None else Failure(**{**failure, "rows": ()}),
+        "failure": None if failure is None else Failure(**failure | {"rows": ()}),
     }
     return Trajectory(**{**record, **restored})
 

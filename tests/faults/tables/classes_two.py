@@ -623,9 +623,12 @@ def shifted_completions(arguments: dict[str, Any], *_: Any) -> dict[str, Any]:
     return {**arguments, **moved}
 
 
-def shifted_once(prompts: Sequence[Any], rows: int) -> list[Any]:
-    repeated = [prompt for prompt in prompts for _ in range(rows // len(prompts))]
-    return [*repeated[-1:], *repeated[:-1]]
+def shifted_prompts(arguments: dict[str, Any], *_: Any) -> dict[str, Any]:
+    def shift(values: Sequence[Any]) -> list[Any]:
+        return [*values[-1:], *values[:-1]]
+
+    columns = {name: shift(values) for name, values in arguments["columns"].items()}
+    return {**arguments, "prompts": shift(arguments["prompts"]), "columns": columns}
 
 
 ALL: tuple[Fault, ...] = (
@@ -882,7 +885,7 @@ ALL: tuple[Fault, ...] = (
     library(
         "prompts repeated one row late",
         "stage generate",
-        [patch.object(lightning_rl.rollouts.sample, "_repeat", shifted_once)],
+        [after(Sampler, "reward_arguments", shifted_prompts)],
         options={"rewards": by_answer},
         data=with_answers,
     ),
