@@ -38,6 +38,7 @@ from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder, fused_ad
 from lightning_rl.policy import ModelOptions, PolicyModel
 from lightning_rl.policy.build import ModelSource, TokenizerSource
 from lightning_rl.rewards import Rewards, RewardSource
+from lightning_rl.rollouts.generator import RolloutGenerator
 from lightning_rl.rollouts.prefetch import remaining_steps
 from lightning_rl.run.memory_estimate import fit_memory
 from lightning_rl.run.prompts import encode_prompts
@@ -269,18 +270,11 @@ class RLLightningModule(LightningModule):
             self.run.progress.skip_rollout(batch)
         elif self.run.progress.lacks_rollout(batch):
             end = (batch.index + remaining_steps(self.trainer, batch_idx)) / self.steps_per_rollout
-            self.make_rollout(batch, end)
+            self.make_rollout(batch, self.run.generator(batch.rollout, end))
 
-    def make_rollout(self, step_index: StepIndex, end: float) -> None:
-        """Sync the weights, generate and reward samples, and estimate their advantages; the rollout becomes current.
-
-        Args:
-            step_index: First optimizer step on the rollout.
-            end: Point at which the fit ends, counted in rollouts from the start of the run: 2.5 is the middle of the
-                third rollout. Infinity if unknown.
-        """
+    def make_rollout(self, step_index: StepIndex, generator: RolloutGenerator) -> None:
+        """Sync the weights, generate and reward samples, and estimate their advantages; the rollout becomes current."""
         run, number = self.run, step_index.rollout
-        generator = run.generator(number, end)
         ahead = generator.sync()
         samples = generator.generate(ahead)
         show_sample(run, samples.trajectories, number)

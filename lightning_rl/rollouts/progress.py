@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -19,7 +19,7 @@ from lightning_rl.update import StepGradient
 from lightning_rl.utils.mutation_guard import EditError, Versions
 
 MAX_NONFINITE_IN_A_ROW = 3
-COUNTERS = "skipped", "nonfinite_in_a_row", "budget", "discarded", "origin"  # stored as they are
+STORED = "skipped", "nonfinite_in_a_row", "failure", "budget", "discarded", "origin"  # as they are
 MaxOverRanks = Callable[[Sequence[int]], list[int]]
 """Element-wise maximum of a list over all ranks."""
 
@@ -83,25 +83,6 @@ class CurrentRollout:
         return CurrentRollout.of(state["number"], rollout.to(device), plan.to(device))
 
 
-class RunFailure(NamedTuple):
-    """A rollout in which an error was raised.
-
-    Attributes:
-        rollout: Number of the rollout.
-        count: Number of errors in a row.
-    """
-
-    rollout: int
-    count: int
-
-    def note(self) -> str:
-        """Return advice for a repeated error."""
-        again = f"rollout {self.rollout} failed in {self.count} of {self.count} attempts: fix the cause and resume"
-        if self.count == 1:
-            return again
-        return f"{again}, or skip it by FaultTolerance(skip_rollouts=[{self.rollout}])"
-
-
 @dataclass(slots=True, kw_only=True)
 class Progress:
     """State of a fit between two optimizer steps, in which a checkpoint is saved and a resumed run begins.
@@ -122,7 +103,7 @@ class Progress:
             steps, when the callbacks hold them.
         budget: Requested token budget (None for the default), and the one in use, which is smaller after memory ran
             out; None if the requested one is in use.
-        failure: Rollout in which the last error was raised.
+        failure: Number of the rollout in which the last error was raised, and the number of errors in a row.
         discarded: Number of a rollout that was dropped within its optimizer steps.
         origin: Index of the optimizer step that loggers count as 0; None before the first step of a fit.
         stepping: True while the optimizer updates weights, so that some may be old and some new.
@@ -143,7 +124,7 @@ class Progress:
     nonfinite_in_a_row: int = 0
     states: Mapping[str, Mapping[str, Any]] | None = None
     budget: tuple[int | None, int] | None = None
-    failure: RunFailure | None = None
+    failure: tuple[int, int] | None = None
     discarded: int | None = None
     origin: int | None = None
     stepping: bool = False
@@ -241,29 +222,16 @@ class Progress:
         in_rollout = self.saved_rollout is not None or not self.made_step
         if in_rollout and not isinstance(error, KeyboardInterrupt | SystemExit):
             number, before = self.data.rollout, self.failure
-            count = before.count + 1 if before is not None and before.rollout == number else 1
-            self.failure = RunFailure(number, count)
-            error.add_note(self.failure.note())
+            count = before[1] + 1 if before is not None and before[0] == number else 1
+            self.failure = number, count
+            cure = "" if count == 1 else f", or skip it by FaultTolerance(skip_rollouts=[{number}])"
+            error.add_note(f"rollout {number} failed in {count} of {count} attempts: fix the cause and resume{cure}")
 
     @property
     def max_tokens_per_microbatch(self) -> int:
         """Maximum number of tokens per microbatch: the option or its default, or less after memory ran out."""
         asked, budget = self.options.max_tokens_per_microbatch, self.budget
         return budget[1] if budget is not None and budget[0] == asked else asked or MAX_TOKENS
-
-    def use_default_budget(self, compute: Callable[[], tuple[int, str]]) -> None:
-        """Set the token budget of a fit without ``max_tokens_per_microbatch``; every rank has to call this.
-
-        Args:
-            compute: Function that returns the budget of this rank, and the text of its derivation.
-        """
-        if self.budget is None:
-            tokens, derivation = compute()
-            tokens = -self.max_over_ranks([-tokens])[0]
-        else:
-            tokens, derivation = self.budget[1], "of the checkpoint"
-        self.budget = (None, tokens)
-        rank_zero_info(f"max_tokens_per_microbatch={tokens} ({derivation})")
 
     def halve_microbatches(self, step_index: StepIndex, states: Mapping[str, Any]) -> None:
         """Halve the token budget of the current rollout after memory ran out; every rank has to call this.
@@ -336,10 +304,7 @@ class Progress:
         return {
             "current": None if self.saved_rollout is None else self.saved_rollout.state(),
             "prefetched": state_of_pending(self.prefetched),
-            "failure": None if self.failure is None else tuple(self.failure),
-            **{
-                name: getattr(self, name) for name in ("skipped", "nonfinite_in_a_row", "budget", "discarded", "origin")
-            },
+            **{name: getattr(self, name) for name in STORED},
         }
 
     def load(self, state: Mapping[str, Any], device: torch.device) -> None:
@@ -349,11 +314,8 @@ class Progress:
             state: State of the progress.
             device: Device of the rollout in progress.
         """
-        current, failure, budget = state["current"], state["failure"], state["budget"]
-        packed = self.options.packing
+        current, packed = state["current"], self.options.packing
         self.current = None if current is None else CurrentRollout.from_state(current, device, packed=packed)
         self.prefetched = pending_from_state(state["prefetched"], self.data.at, state["version"])
-        self.skipped, self.nonfinite_in_a_row = state["skipped"], state["nonfinite_in_a_row"]
-        self.budget = None if budget is None else tuple(budget)
-        self.failure = None if failure is None else RunFailure(*failure)
-        self.discarded, self.origin = state.get("discarded"), state.get("origin", 0)
+        for name in STORED:  # checkpoints of earlier versions lack the last two
+            setattr(self, name, state.get(name, 0 if name == "origin" else None))

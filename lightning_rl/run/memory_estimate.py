@@ -1,7 +1,6 @@
 """Estimate of the device memory of a run, by :mod:`lightning_rl.policy.memory`, and the token budget that fits."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Self, cast
 
 import torch
@@ -133,7 +132,10 @@ def fit_memory(run: Run) -> None:
     """
     progress, options = run.progress, run.models.options
     if options.max_tokens_per_microbatch is None:
-        progress.use_default_budget(partial(token_budget, run))
+        budget = progress.budget
+        tokens, derivation = token_budget(run) if budget is None else (budget[1], "of the checkpoint")
+        progress.budget = None, -progress.max_over_ranks([-tokens])[0]
+        rank_zero_info(f"max_tokens_per_microbatch={progress.budget[1]} ({derivation})")
     if options.activation_checkpointing is True:
         full = progress.max_over_ranks([checkpointing_that_fits(run) == "full"])[0]
         mode: Checkpointing = "full" if full else "selective"

@@ -252,7 +252,7 @@ class Run:
         )
 
     def generator(self, number: int, end: float) -> RolloutGenerator:
-        """Return the generator of a rollout of a fit that ends at a point in rollouts."""
+        """Return the generator of a rollout of a fit that ends at a point in rollouts, such as 2.5, or infinity."""
         ahead = self.options.max_staleness > 0
         return (GeneratorAhead if ahead else RolloutGenerator)(
             number=number,

@@ -415,7 +415,7 @@ class MeasuredStep(RLCallback):
     @override
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         samples, step = draw_samples(pl_module, 4, 30.0).rollout, pl_module.training_step
-        self.plan = memory_plan(pl_module, 3, samples)
+        self.plan = memory_plan(pl_module.run, 3, samples)
 
         def measured(*arguments: Any) -> Any:
             outputs: list[Any] = []
