@@ -92,7 +92,7 @@ class TeacherKL(FrozenKL):
             self._teacher = Teacher(
                 self.teacher,
                 temperature=pl_module.options.sampling.temperature,
-                max_tokens_per_microbatch=lambda: pl_module.run.max_tokens_per_microbatch,
+                max_tokens_per_microbatch=lambda: pl_module.run.progress.max_tokens_per_microbatch,
                 packed=pl_module.models.options.packing,
                 precise=precision.forward_context,
                 policy=pl_module.policy,

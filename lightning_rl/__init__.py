@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from lightning_rl.policy import ModelOptions
     from lightning_rl.rewards import Rewards
     from lightning_rl.rollout import FinishReason, Rollout
-    from lightning_rl.rollouts.zero_gradient import StopOnZeroGradient
+    from lightning_rl.run.zero_gradient import StopOnZeroGradient
     from lightning_rl.signal.reductions import SequenceSumNorm, prompt_mean, sequence_mean, token_mean
 
 EXPORTS = {
@@ -81,7 +81,7 @@ EXPORTS = {
     "policy": "ModelOptions",
     "rewards": "Rewards",
     "rollout": "FinishReason Rollout",
-    "rollouts.zero_gradient": "StopOnZeroGradient",
+    "run.zero_gradient": "StopOnZeroGradient",
     "signal.reductions": "SequenceSumNorm prompt_mean sequence_mean token_mean",
 }
 MODULE_OF = {name: f"lightning_rl.{module}" for module, names in EXPORTS.items() for name in names.split()}

@@ -31,7 +31,7 @@ FIRST = {"Reading", "Prompt"}
 NO_SAMPLE = {
     "SamplingParams", "ModelOptions", "Rewards", "Evaluation", "Conversations", "Critic", "Options",
     "Needs", "WeightPlan", "Kernel", "Hardware", "FunctionLoss", "DrGRPO", "Columns", "Limits", "RunModels",
-    "WeightFiles", "WeightSync", "Sampler", "Collector", "Run", "RolloutGenerator", "RunState",
+    "WeightFiles", "WeightSync", "Sampler", "Collector", "Run", "RolloutGenerator", "StepLog",
     "Environments", "Algorithm", "ConversationLimits", "RowCheck", "Bridge", "CallStyle", "ModuleValues",
     "ModuleDifference", "Event", "TokenPosition", "Replayed", "Capabilities", "Field", "Items", "Shapes", "Moments",
     "Population", "TurnEstimates", "Stat", "SandboxResult", "Activations", "MemoryPlan", "Head", "Tokens", "Finding",

@@ -334,7 +334,7 @@ CURES = [Mutation(test, file, old, new, where) for where, test, file, old, new i
      "test_a_share_without_room_beside_the_optimizer_is_refused_before_the_first_rollout",
      ENGINE, "if share > room.largest:", "if False:"),
     ("tests/generation/vllm/test_vllm_engine.py", "test_an_engine_sleeps_before_the_policy_scores",
-     "lightning_rl/module.py", "self.sleep_engine()  # frees memory for the log-probability passes", "pass"),
+     "lightning_rl/module.py", "run.sleep_engine()  # frees memory for the log-probability passes", "pass"),
 ]]
 """Ways in which a first run on a GPU stops or is slow, each with the test that notices without one."""
 # fmt: on

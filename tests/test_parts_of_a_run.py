@@ -23,13 +23,12 @@ MODULE = [
     "models.reference",
     "options.engine",
     "options.rewards",
-    "evaluator",
-    "run",
+    "run.evaluator",
     "run.prefetcher",
 ]
-TRAINER = ["fault_tolerance", "parallel", "run.data"]
-STAGE = ["algorithm", "run.corrections", "run.needs", "run.environments", "run.configuration"]
-FIT = ["run.metrics", "run.times", "run.optimizer"]
+TRAINER = ["run.fault_tolerance", "parallel", "data_module"]
+STAGE = ["run", "algorithm", "run.corrections", "run.needs", "run.environments", "run.configuration"]
+FIT = ["run.progress", "run.log", "run.metrics", "run.optimizer"]
 ONCE = ["start", "end_stage", "close"]
 
 
@@ -103,7 +102,7 @@ JOURNEYS: dict[str, tuple[Journey, list[str], list[str]]] = {
     "two Trainers": (train_twice, [*TRAINER, *STAGE, *FIT], ONCE * 2),
     "two Trainers, closed": (partial(train_twice, closes=True), [*TRAINER, *STAGE, *FIT], [*ONCE, "close", *ONCE]),
     "fit, validate": (partial(use_one_trainer, stages=["fit", "validate"]), STAGE, ONCE * 2),
-    "validate, fit": (partial(use_one_trainer, stages=["validate", "fit"]), ["run.data", *STAGE, *FIT], ONCE * 2),
+    "validate, fit": (partial(use_one_trainer, stages=["validate", "fit"]), [*STAGE, *FIT], ONCE * 2),
     "generate, fit": (answer_and_train, ["models.reference", *STAGE], ONCE * 2),
 }
 
@@ -123,5 +122,5 @@ def test_an_average_has_the_policy_built_before_the_setup_of_the_module() -> Non
     module = talking_module(engine=engine)
     train(module, averaging, parts)
     assert parts.built == [True]
-    assert averaging._average_model.module.sampler.engine is not engine  # noqa: SLF001
+    assert averaging._average_model.module.options.engine is not engine  # noqa: SLF001
     assert engine.calls == ONCE and parts.seen[0]["policy"] is module.policy

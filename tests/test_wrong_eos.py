@@ -11,7 +11,7 @@ from kit.support import fit, tiny_module, tiny_tokenizer
 
 from lightning_rl import Evaluation, PromptDataModule, SamplingParams
 from lightning_rl.data import Prompt
-from lightning_rl.run_prompts import wrong_eos
+from lightning_rl.run.prompts import wrong_eos
 
 ENDS_OF_ANSWERS = {
     "gpt-oss": "<|return|>",

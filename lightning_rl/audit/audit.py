@@ -65,7 +65,7 @@ from lightning_rl.distributed import process_objects
 from lightning_rl.generation import Completion, Request
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.step_metrics import StepMetrics
+from lightning_rl.run.step_metrics import StepMetrics
 from lightning_rl.testing.properties.check import Check, judge
 from lightning_rl.testing.properties.copies import CopyError, numbers_of
 from lightning_rl.testing.properties.subsample import some_groups, some_rows

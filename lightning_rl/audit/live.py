@@ -36,7 +36,7 @@ class LiveRun:
     def __init__(self, trainer: Trainer, module: RLLightningModule) -> None:
         self.trainer, self._module, self._state, options = trainer, module, module.run, module.options
         self.models, self.parallel, self.engine = module.models, module.parallel, options.engine
-        self.rewards, self.evaluator, self.tokenizer = options.rewards, module.evaluator, options.tokenizer
+        self.rewards, self.evaluator, self.tokenizer = options.rewards, module.run.evaluator, options.tokenizer
         self.environments, self.sampling = self._state.environments, self._state.sampling
         self.options = options
 
@@ -97,7 +97,7 @@ class LiveRun:
 
     def row_number(self, step_index: int) -> int:
         """Return the number under which the metrics of an optimizer step are logged."""
-        return self._state.axis(step_index)
+        return self._state.progress.axis(step_index)
 
     def draft(self, number: int) -> RecordingDraft:
         """Return a recording in progress."""

@@ -36,7 +36,7 @@ MEETING = 8.0  # seconds within which every rank must fail for a joint checkpoin
 
 
 class RescuedRun(Protocol):
-    """State of a run, as far as the last checkpoint after an error needs it."""
+    """Progress of a run, as far as the last checkpoint after an error needs it."""
 
     name: str
 
@@ -80,6 +80,8 @@ class FaultTolerance(Callback):
         ValueError: If an argument has another form.
     """
 
+    progress: RescuedRun  # of the fit in progress
+
     def __init__(
         self,
         *,
@@ -99,15 +101,14 @@ class FaultTolerance(Callback):
         self._handlers: dict[int, Any] = {}
         self._folders: list[RunFolder] = []
 
-    def attach(self, trainer: Trainer, run: RescuedRun, close_engine: Callable[[], None]) -> None:
+    def attach(self, trainer: Trainer, close_engine: Callable[[], None]) -> None:
         """Start a stage of a trainer: receive errors before other callbacks do, and signals during a fit.
 
         Args:
             trainer: Trainer of the stage.
-            run: State of the run.
             close_engine: Function that closes the engine after an error.
         """
-        self._run, self._close_engine = run, close_engine
+        self._close_engine = close_engine
         callbacks = callbacks_of(trainer)
         callbacks[:] = [callback for callback in callbacks if not isinstance(callback, FirstToHear)]
         callbacks.insert(0, FirstToHear(self))
@@ -137,7 +138,7 @@ class FaultTolerance(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         CLOCK.reset()
-        self._claim(trainer, self._run.name)
+        self._claim(trainer, self.progress.name)
         meet(MEETING)  # create the store while all ranks are alive
         self._requeue = requeue_signal(trainer)
         self._begun = self._stepping = True
@@ -235,9 +236,9 @@ class FaultTolerance(Callback):
         if trainer.world_size > 1:
             write_rank_error(folder, trainer.global_rank, exception)
         trainer.lightning_module.zero_grad()  # a partial gradient would enter a later fit
-        self._run.note_error(exception)
-        _count_whole(trainer, made_step=self._run.made_step)
-        reason = self._run.save_problem
+        self.progress.note_error(exception)
+        _count_whole(trainer, made_step=self.progress.made_step)
+        reason = self.progress.save_problem
         places = meet(MEETING, (reason, trainer.global_step))
         if places is None:
             reason = _absence(folder, trainer.global_rank)

@@ -29,7 +29,7 @@ class ResumeConnector(_CheckpointConnector):
         # Some strategies load optimizer states with the weights, before on_load_checkpoint can compare anything.
         early = trainer.state.fn == TrainerFn.FITTING and trainer.strategy.restore_checkpoint_after_setup
         saved = read_options(Path(str(checkpoint_path))) if early and checkpoint_path is not None else {}
-        change: OptimizerChange | None = module.compare(saved) if saved else None
+        change: OptimizerChange | None = module.run.compare(saved) if saved else None
         with nullcontext() if change is None else change.loading(trainer):
             super().resume_start(checkpoint_path, weights_only)
         if self._loaded_checkpoint and not early:  # before hooks edit it
@@ -39,7 +39,7 @@ class ResumeConnector(_CheckpointConnector):
     @override
     def restore_optimizers_and_schedulers(self) -> None:
         checkpoint: dict[str, Any] = self._loaded_checkpoint
-        change: OptimizerChange | None = self._module.compare(checkpoint["lightning_rl"]) if checkpoint else None
+        change: OptimizerChange | None = self._module.run.compare(checkpoint["lightning_rl"]) if checkpoint else None
         if change is None:
             super().restore_optimizers_and_schedulers()
             return

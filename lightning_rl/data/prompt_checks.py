@@ -89,3 +89,12 @@ def _control(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 def _texts(messages: Any) -> list[str]:
     return [message["content"] for message in messages if isinstance(message.get("content"), str)]
+
+
+def is_chat(prompt: Prompt | None, ending: int | None = None) -> bool:
+    """Return True for chat messages or None, and for a prompt with the token after which a template ends messages."""
+    return (
+        prompt is None
+        or not (isinstance(prompt.content, str) or is_token_ids(prompt.content))
+        or ending in prompt.token_ids
+    )

@@ -71,7 +71,7 @@ class RunReport(RolloutRecorder):
         self, trainer: Trainer, pl_module: LightningModule, batch: StepIndex, batch_idx: int
     ) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        self._rollout, self._step = batch.rollout, cast(RLLightningModule, pl_module).run.axis(batch.index)
+        self._rollout, self._step = batch.rollout, cast(RLLightningModule, pl_module).run.progress.axis(batch.index)
         if not self._begun:
             self._begin(trainer, cast(RLLightningModule, pl_module), batch)
         self._begun = True

@@ -68,7 +68,7 @@ class RolloutSummary(RLCallback):
     ) -> None:
         if not isinstance(pl_module, RLLightningModule) or batch.step < pl_module.steps_per_rollout - 1:
             return
-        if batch.rollout % self.every_n_rollouts == 0 and not pl_module.skips(batch):
+        if batch.rollout % self.every_n_rollouts == 0 and not pl_module.run.skips(batch):
             self.show(trainer, batch.rollout, pl_module.run.metrics.values())  # a collective
 
     def show(self, trainer: Trainer, rollout: int, figures: Mapping[str, float]) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from lightning_rl.corrections import Stat
 from lightning_rl.data import Prompt, PromptDataModule
@@ -46,23 +45,6 @@ class RolloutGenerator:
     max_staleness: int
     skipped: Collection[int]
     in_flight: Mapping[str, Stat]
-
-    @staticmethod
-    def of(module: Any, number: int, end: float) -> "RolloutGenerator":
-        """Return the generator of a rollout of a module in a fit."""
-        return RolloutGenerator(
-            number=number,
-            end=end,
-            sampler=module.sampler,
-            data=module.data_module,
-            parallel=module.parallel,
-            send=module.sync,
-            phase=module.run.times.phase,
-            prefetcher=module.run.prefetcher,
-            max_staleness=module.options.max_staleness,
-            skipped=module.fault_tolerance.skip_rollouts,
-            in_flight=_in_flight(module.options.engine, number) if module.options.max_staleness else {},
-        )
 
     def sync(self) -> Sampled | Sequence[Prompt] | None:
         """Send the weights to the engine; return samples or prompts of this rollout requested ahead, or None."""
@@ -139,7 +121,7 @@ def generates_concurrently(engine: Engine, max_staleness: int) -> bool:
     return max_staleness > 1 and engine.capabilities.concurrent
 
 
-def _in_flight(engine: Engine, number: int) -> dict[str, Stat]:
+def in_flight(engine: Engine, number: int) -> dict[str, Stat]:
     """Return metrics of the requests in flight before a rollout."""
     oldest = engine.in_flight.oldest()
     age = Stat.single(0 if oldest is None else number - oldest)

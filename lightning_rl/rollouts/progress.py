@@ -1,18 +1,25 @@
 """Progress: what a checkpoint stores of a run besides weights, committed after every optimizer step."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
-from lightning_rl.data import Prompt, StepIndex
-from lightning_rl.policy import Plan
+from lightning_rl.corrections import Corrections
+from lightning_rl.data import PromptDataModule, StepIndex
+from lightning_rl.policy import ModelOptions, Plan
+from lightning_rl.policy.memory import MAX_TOKENS
 from lightning_rl.policy.plan import divide_plan, plan_of_rows
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.prefetch import Pending, pending_from_state, state_of_pending
+from lightning_rl.rollouts.prefetch import Pending, Prefetcher, pending_from_state, state_of_pending
+from lightning_rl.update import StepGradient
 from lightning_rl.utils.mutation_guard import EditError, Versions
 
+MAX_NONFINITE_IN_A_ROW = 3
+STORED = "skipped", "nonfinite_in_a_row", "failure", "budget", "discarded", "origin"  # as they are
 MaxOverRanks = Callable[[Sequence[int]], list[int]]
 """Element-wise maximum of a list over all ranks."""
 
@@ -76,55 +83,51 @@ class CurrentRollout:
         return CurrentRollout.of(state["number"], rollout.to(device), plan.to(device))
 
 
-@dataclass(frozen=True, slots=True)
-class RunFailure:
-    """A rollout in which an error was raised.
-
-    Attributes:
-        rollout: Number of the rollout.
-        count: Number of errors in a row.
-    """
-
-    rollout: int
-    count: int
-
-    def note(self) -> str:
-        """Return advice for a repeated error."""
-        again = f"rollout {self.rollout} failed in {self.count} of {self.count} attempts: fix the cause and resume"
-        if self.count == 1:
-            return again
-        return f"{again}, or skip it by FaultTolerance(skip_rollouts=[{self.rollout}])"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Progress:
-    """State of a run between two optimizer steps, in which a checkpoint is saved and a resumed run begins.
+    """State of a fit between two optimizer steps, in which a checkpoint is saved and a resumed run begins.
 
     Its position in the data is that of the last commit of the data module.
 
     Args:
+        name: Name of the run, which identifies its checkpoints; a resumed run keeps it.
+        corrections: Corrections among the callbacks.
+        prefetcher: Rollouts that are generated ahead.
+        options: Options of the models.
+        max_over_ranks: Element-wise maximum over the ranks.
         current: Rollout in progress, until the observers of its last optimizer step have run; None between two.
         prefetched: Rollouts submitted ahead, by number.
         skipped: Number of skipped optimizer steps.
         nonfinite_in_a_row: Number of last steps in a row with a non-finite gradient.
-        corrections: States of the corrections by name, from before the optimizer step that has begun; None between
-            two steps, when the callbacks hold them.
+        states: States of the corrections by name, from before the optimizer step that has begun; None between two
+            steps, when the callbacks hold them.
         budget: Requested token budget (None for the default), and the one in use, which is smaller after memory ran
             out; None if the requested one is in use.
-        failure: Rollout in which the last error was raised.
+        failure: Number of the rollout in which the last error was raised, and the number of errors in a row.
         discarded: Number of a rollout that was dropped within its optimizer steps.
         origin: Index of the optimizer step that loggers count as 0; None before the first step of a fit.
+        stepping: True while the optimizer updates weights, so that some may be old and some new.
+
+    Attributes:
+        data: Data module of the fit; unset before the first.
     """
 
+    name: str = ""
+    corrections: Corrections = field(default_factory=Corrections)
+    prefetcher: Prefetcher = field(default_factory=Prefetcher)
+    options: ModelOptions = ModelOptions()  # noqa: RUF009  frozen
+    max_over_ranks: MaxOverRanks = list
+    data: PromptDataModule = field(init=False, repr=False)
     current: CurrentRollout | None = None
     prefetched: Mapping[int, Pending] = field(default_factory=dict)
     skipped: int = 0
     nonfinite_in_a_row: int = 0
-    corrections: Mapping[str, Mapping[str, Any]] | None = None
+    states: Mapping[str, Mapping[str, Any]] | None = None
     budget: tuple[int | None, int] | None = None
-    failure: RunFailure | None = None
+    failure: tuple[int, int] | None = None
     discarded: int | None = None
     origin: int | None = None
+    stepping: bool = False
 
     def lacks_rollout(self, step_index: StepIndex) -> bool:
         """Return True if the rollout of a step index has to be made.
@@ -141,17 +144,157 @@ class Progress:
             )
         return True
 
-    def count(self, *, made: bool | None) -> "Progress":
-        """Count an optimizer step that is made, skipped for a non-finite gradient (False), or for no tokens (None)."""
-        in_a_row = self.nonfinite_in_a_row if made is None else 0 if made else self.nonfinite_in_a_row + 1
-        return replace(self, skipped=self.skipped + (not made), nonfinite_in_a_row=in_a_row)
+    def skip_rollout(self, step_index: StepIndex) -> None:
+        """Drop the rollout of a step index, but consume its prompts, so that the other rollouts keep theirs."""
+        number = step_index.rollout
+        if step_index.step == 0:
+            rank_zero_info(f"rollout {number} is skipped (skip_rollouts)")
+            if self.current is None and number not in self.prefetcher:
+                self.data.take(self.data.prompts_per_rollout)
+            self.prefetcher.drop(number)
 
-    def without_samples(self, *, keep_prompts: bool) -> "Progress":
-        """Return the progress without its rollouts; those submitted ahead may keep their prompts."""
+    def begin_rollout(self, current: CurrentRollout, index: int) -> None:
+        """Commit a finished rollout.
+
+        Args:
+            current: Finished rollout.
+            index: Index of its first optimizer step.
+        """
+        self.prefetcher.drop(current.number)
+        self.current, self.discarded, self.states = current, None, self.corrections.states()
+        self.commit(index)
+
+    def begin_step(self) -> None:
+        """Keep the states of the corrections from before the hooks of an optimizer step."""
+        self.stepping, self.states = False, self.corrections.states()
+
+    def end_step(self, index: int, *, made: bool | None, keeps_rollout: bool = True) -> None:
+        """Commit an optimizer step.
+
+        Args:
+            index: Index of the step.
+            made: False if it is skipped for a non-finite gradient, None if for no tokens.
+            keeps_rollout: False for a step on a skipped rollout, which is dropped.
+        """
+        if made is not None:
+            self.nonfinite_in_a_row = 0 if made else self.nonfinite_in_a_row + 1
+        self.skipped += not made
+        self.current, self.states = self.current if keeps_rollout else None, None
+        self.commit(index + 1)
+
+    def commit(self, index: int) -> None:
+        """Set the state that checkpoints store until the next commit, with the index of the next optimizer step."""
+        self.stepping = False
+        self.data.commit(index)
+        self.prefetched = self.prefetcher.pending()
+
+    @property
+    def saved_rollout(self) -> CurrentRollout | None:
+        """Rollout that a checkpoint stores: None if its last optimizer step is committed."""
+        return None if self.current is None or self.current.number != self.data.rollout else self.current
+
+    def write_corrections(self, states: dict[str, Any]) -> None:
+        """Replace the states of the corrections in a checkpoint, by state key, by the committed ones."""
+        for callback in self.corrections.callbacks:
+            if self.states is not None and callback.name in self.states:
+                states[callback.state_key] = self.states[callback.name]
+
+    @property
+    def save_problem(self) -> str | None:
+        """Reason why the last commit does not fit the weights, or cannot be saved; None if it can."""
+        if self.stepping:
+            return "the error came in the middle of an optimizer step"
+        return None if self.saved_rollout is None else self.saved_rollout.edits()
+
+    @property
+    def made_step(self) -> bool:
+        """False within an optimizer step, until it is made or skipped."""
+        return self.data.position.index == self.data.committed.index
+
+    def axis(self, index: int) -> int:
+        """Return the step of the loggers of an optimizer step by its index; a new Trainer counts from 0."""
+        return index - (self.origin or 0)
+
+    def note_error(self, error: BaseException) -> None:
+        """Restore the corrections, and record the rollout in which an error was raised."""
+        if self.states is not None:
+            self.corrections.restore(self.states)
+        in_rollout = self.saved_rollout is not None or not self.made_step
+        if in_rollout and not isinstance(error, KeyboardInterrupt | SystemExit):
+            number, before = self.data.rollout, self.failure
+            count = before[1] + 1 if before is not None and before[0] == number else 1
+            self.failure = number, count
+            cure = "" if count == 1 else f", or skip it by FaultTolerance(skip_rollouts=[{number}])"
+            error.add_note(f"rollout {number} failed in {count} of {count} attempts: fix the cause and resume{cure}")
+
+    @property
+    def max_tokens_per_microbatch(self) -> int:
+        """Maximum number of tokens per microbatch: the option or its default, or less after memory ran out."""
+        asked, budget = self.options.max_tokens_per_microbatch, self.budget
+        return budget[1] if budget is not None and budget[0] == asked else asked or MAX_TOKENS
+
+    def halve_microbatches(self, step_index: StepIndex, states: Mapping[str, Any]) -> None:
+        """Halve the token budget of the current rollout after memory ran out; every rank has to call this.
+
+        Args:
+            step_index: Step in which memory ran out.
+            states: States of the corrections before the step; they are restored.
+        """
+        torch.cuda.empty_cache()
+        self.corrections.restore(states)
+        budget = max(1, self.max_tokens_per_microbatch // 2)
+        current = cast(CurrentRollout, self.current)
+        self.current = current.divide(budget, packed=self.options.packing, max_over_ranks=self.max_over_ranks)
+        self.budget = (self.options.max_tokens_per_microbatch, budget)
+        rank_zero_warn(
+            f"out of memory in step {step_index.step} of rollout {step_index.rollout}: the step is repeated with "
+            f"max_tokens_per_microbatch={budget}; pass this value to ModelOptions"
+        )
+
+    def memory_note(self) -> str:
+        """Return advice for an optimizer step that does not fit into memory."""
+        mode, tokens = self.options.activation_checkpointing, self.max_tokens_per_microbatch
+        cure = "" if mode == "full" else 'activation_checkpointing="full" or '
+        return (
+            f"expected an optimizer step that fits into memory, got max_tokens_per_microbatch={tokens} and "
+            f"activation_checkpointing={mode!r}: pass {cure}max_tokens_per_microbatch={max(1, tokens // 2)} to "
+            "ModelOptions"
+        )
+
+    def accept(self, step: StepGradient, norm: Tensor, *, patient: bool = False) -> bool:
+        """Return True if a step with this gradient norm is to be made.
+
+        Args:
+            step: Optimizer step, in which the result is stored.
+            norm: Gradient norm before clipping.
+            patient: True to never raise, while a gradient scaler adjusts its scale.
+
+        Raises:
+            FloatingPointError: If the norm was not finite in too many steps in a row.
+        """
+        step.made = bool(torch.isfinite(norm))
+        if not step.made and not patient and self.nonfinite_in_a_row + 1 >= MAX_NONFINITE_IN_A_ROW:
+            raise FloatingPointError(
+                f"expected a finite gradient norm, got {float(norm)} in {MAX_NONFINITE_IN_A_ROW} optimizer steps in a "
+                "row: lower the learning rate, or look for a loss term, weight or reward that is not finite"
+            )
+        return step.made
+
+    def discard_samples(self, changed: Collection[str], *, keep_prompts: bool) -> None:
+        """Drop the samples of a checkpoint, which were made with other options, and perhaps the prompts ahead.
+
+        Args:
+            changed: Names of these options.
+            keep_prompts: True if the prompts of the rollouts submitted ahead stay valid.
+        """
+        if self.current is not None:
+            rank_zero_info(
+                f"rollout {self.current.number} was made with other options ({', '.join(sorted(changed))}): its "
+                "remaining optimizer steps are skipped"
+            )
+            self.discarded = self.current.number
         ahead = self.prefetched.items() if keep_prompts else ()
-        prefetched = {number: replace(pending, samples=None) for number, pending in ahead}
-        discarded = self.discarded if self.current is None else self.current.number
-        return replace(self, current=None, prefetched=prefetched, discarded=discarded)
+        self.current, self.prefetched = None, {number: replace(one, samples=None) for number, one in ahead}
 
     def state(self) -> dict[str, Any]:
         """Return values that load under ``weights_only=True``.
@@ -159,36 +302,20 @@ class Progress:
         Lightning stores position and corrections, in the states of data module and callbacks.
         """
         return {
-            "current": None if self.current is None else self.current.state(),
+            "current": None if self.saved_rollout is None else self.saved_rollout.state(),
             "prefetched": state_of_pending(self.prefetched),
-            "skipped": self.skipped,
-            "nonfinite_in_a_row": self.nonfinite_in_a_row,
-            "failure": None if self.failure is None else (self.failure.rollout, self.failure.count),
-            "budget": self.budget,
-            "discarded": self.discarded,
-            "origin": self.origin,
+            **{name: getattr(self, name) for name in STORED},
         }
 
-    @staticmethod
-    def from_state(
-        state: Mapping[str, Any], device: torch.device, *, packed: bool, at: Callable[[Iterable[int]], list[Prompt]]
-    ) -> "Progress":
+    def load(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Restore the progress from :meth:`state`.
 
         Args:
             state: State of the progress.
             device: Device of the rollout in progress.
-            packed: True if microbatches have no padding.
-            at: Returns the prompts at indices of the stream.
         """
-        current, failure, budget = state["current"], state["failure"], state["budget"]
-        return Progress(
-            current=None if current is None else CurrentRollout.from_state(current, device, packed=packed),
-            prefetched=pending_from_state(state["prefetched"], at, state["version"]),
-            skipped=state["skipped"],
-            nonfinite_in_a_row=state["nonfinite_in_a_row"],
-            budget=None if budget is None else tuple(budget),
-            failure=None if failure is None else RunFailure(*failure),
-            discarded=state.get("discarded"),
-            origin=state.get("origin", 0),
-        )
+        current, packed = state["current"], self.options.packing
+        self.current = None if current is None else CurrentRollout.from_state(current, device, packed=packed)
+        self.prefetched = pending_from_state(state["prefetched"], self.data.at, state["version"])
+        for name in STORED:  # checkpoints of earlier versions lack the last two
+            setattr(self, name, state.get(name, 0 if name == "origin" else None))

@@ -123,30 +123,6 @@ class Sampler:
     needs_logprobs: bool = False
     mismatch_every_n_rollouts: int = 1
 
-    @staticmethod
-    def of(module: Any, trainer_state: TrainerState | None) -> "Sampler":
-        """Return the sampler of a module with its built policy."""
-        policy, run, parallel = module.required_policy, module.run, module.parallel
-        return Sampler(
-            engine=module.options.engine,
-            tokenizer=module.options.tokenizer,
-            rewards=module.options.rewards,
-            sampling=run.sampling,
-            group_size=module.options.group_size,
-            seed=module.options.seed,
-            corrections=run.corrections,
-            dtype=torch.promote_types(policy.model.dtype, torch.float32),
-            forward_context=parallel.strategy.precision_plugin.forward_context,
-            greedy_baseline=module.algorithm.advantages.needs_greedy,
-            collectives=parallel.collectives,
-            failed_folder=run.failed_folder,
-            trainer_state=trainer_state,
-            vocabulary=policy.vocabulary,
-            environments=run.environments,
-            needs_logprobs=run.needs.rollout_logprobs,
-            mismatch_every_n_rollouts=module.options.mismatch_every_n_rollouts,
-        )
-
     @property
     def max_rounds(self) -> int:
         """Maximum number of sampling rounds until enough groups are kept."""

@@ -88,7 +88,7 @@ def figures(
 
     def logged(part: Rollout) -> list[dict[str, Any]]:
         ledger, module = SignalLedger(), tiny_module()
-        module.algorithm = module.algorithm.replace(corrections=Corrections([*callbacks, ledger]))
+        module.run.algorithm = module.algorithm.replace(corrections=Corrections([*callbacks, ledger]))
         ledger.collectives = ranks
         ledger.on_fit_start(cast(Trainer, None), module)  # it does not use the Trainer
         ledger.observe_rewards(part, [])

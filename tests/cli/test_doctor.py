@@ -43,8 +43,9 @@ from lightning_rl.cli.recipes import Recipe
 from lightning_rl.generation import Request
 from lightning_rl.generation.fake import FakeEngine
 from lightning_rl.policy.memory import GIB, EngineRoom, MemoryPlan
-from lightning_rl.rollouts import memory_estimate
-from lightning_rl.rollouts.memory_estimate import memory_plan
+from lightning_rl.run import memory_estimate
+from lightning_rl.run.memory_estimate import memory_plan
+from lightning_rl.run.run import Run
 from lightning_rl.utils.finding import Finding
 
 Subject = TypeVar("Subject")
@@ -331,7 +332,7 @@ def built(examine_module: Callable[[RLLightningModule], Subject], **options: Any
 
 
 def plan_of(**options: Any) -> MemoryPlan:
-    return built(lambda module: memory_plan(module, 3), **options)
+    return built(lambda module: memory_plan(module.run, 3), **options)
 
 
 PARAMETERS = sum(weight.numel() for weight in tiny_policy().parameters())
@@ -414,7 +415,7 @@ class MeasuredStep(RLCallback):
     @override
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         samples, step = draw_samples(pl_module, 4, 30.0).rollout, pl_module.training_step
-        self.plan = memory_plan(pl_module, 3, samples)
+        self.plan = memory_plan(pl_module.run, 3, samples)
 
         def measured(*arguments: Any) -> Any:
             outputs: list[Any] = []
@@ -481,10 +482,10 @@ def test_a_vllm_has_its_share_of_the_device(precision: str, itemsize: int, monke
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
 
     def seen(module: RLLightningModule) -> tuple[MemoryPlan, EngineRoom | None]:
-        module.options = replace(module.options, engine=VLLMEngine(max_model_len=48, sleeps=True))
+        module.options = module.run.options = replace(module.options, engine=VLLMEngine(max_model_len=48, sleeps=True))
         with monkeypatch.context() as patch:
-            patch.setattr(type(module), "device", torch.device("cuda"))
-            plan = memory_plan(module, 3)
+            patch.setattr(Run, "device", torch.device("cuda"))
+            plan = memory_plan(module.run, 3)
             module.options.engine.close()
             return plan, engine_room(module, plan, 80 * GIB)
 

@@ -68,7 +68,7 @@ def test_a_run_logs_how_many_prompts_it_dropped() -> None:
     rows = [[2, 3], *[[4] * 60] * 3, [3, 4], [5, 6], [2, 6]]
     module, data = tiny_module(), PromptDataModule(rows, 2, too_long="drop", shuffle=False)
     trainer = fit(module, data=data, max_steps=2)
-    assert module.run.rollout_stats["prompts/dropped"].value() == 3
+    assert module.run.log.rollout_stats["prompts/dropped"].value() == 3
     assert trainer.num_training_batches == 2 * module.steps_per_rollout and data.pass_length == 4
     kept = PromptDataModule([row for row in rows if len(row) < 60], 2, shuffle=False)
     kept.connect(None, None)
@@ -79,7 +79,7 @@ def test_a_run_logs_how_many_prompts_it_dropped() -> None:
 def fit_stats(data: PromptDataModule) -> dict[str, Any]:
     module = tiny_module()
     fit(module, data=data, max_steps=1)
-    return dict(module.run.rollout_stats)
+    return dict(module.run.log.rollout_stats)
 
 
 WHEN = datetime(2024, 2, 29, 12, 30, tzinfo=UTC)

@@ -98,7 +98,7 @@ class Swapping(RLCallback):
         if current is not None and batch.step:
             changed = current.rollout.replace(advantages=-current.rollout.require("advantages"))
             swapped = dataclasses.replace(current, rollout=changed, versions=Versions(changed.tensors()))
-            pl_module.run.progress = dataclasses.replace(pl_module.run.progress, current=swapped)
+            pl_module.run.progress.current = swapped
 
 
 class MovingReference(RLCallback):

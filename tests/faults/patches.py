@@ -10,13 +10,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-import lightning_rl.module
 import lightning_rl.policy.attention
-from lightning_rl import ClippedSurrogate, LossView, RLLightningModule, Rollout, Stat
+import lightning_rl.run.training
+from lightning_rl import ClippedSurrogate, LossView, Rollout, Stat
 from lightning_rl.corrections import Corrections
 from lightning_rl.policy import PolicyModel
 from lightning_rl.rollouts.progress import CurrentRollout
 from lightning_rl.rollouts.sample import Sampler
+from lightning_rl.run.run import Run
 from lightning_rl.signal.masked import local_sum
 from lightning_rl.update import StepWeights
 
@@ -118,15 +119,14 @@ def noisy(rollout: Rollout, *_: Any) -> Rollout:
 
 def accumulating(change: Callable[..., Callable[[Tensor], None]]) -> Any:
     """Patch the backward pass in the accumulation of a step: ``change(backward, microbatches, policy)``."""
-    original = RLLightningModule._accumulate  # noqa: SLF001
+    original = lightning_rl.run.training.accumulate
 
-    def accumulate(self: RLLightningModule, step_index: Any, **options: Any) -> Any:
-        current = cast(CurrentRollout, self.run.progress.current)
-        backward = change(self.manual_backward, current.plan.step(step_index.step), self.policy)
-        with patch.object(self, "manual_backward", backward):
-            return original(self, step_index, **options)
+    def accumulate(run: Run, step_index: Any, backward: Any, **options: Any) -> Any:
+        current = cast(CurrentRollout, run.progress.current)
+        changed = change(backward, current.plan.step(step_index.step), run.policy)
+        return original(run, step_index, changed, **options)
 
-    return patch.object(RLLightningModule, "_accumulate", accumulate)
+    return patch.object(lightning_rl.run.training, "accumulate", accumulate)
 
 
 def mean_over_microbatches(backward: Any, microbatches: Any, policy: Any) -> Callable[[Tensor], None]:

@@ -18,7 +18,7 @@ from lightning_rl.callbacks import TruncatedIS
 from lightning_rl.generation import Capabilities, Completion, Engine, Request
 from lightning_rl.generation.validate_completions import Answers
 from lightning_rl.rollout import ROUTES
-from lightning_rl.rollouts.zero_gradient import IdleRunError
+from lightning_rl.run.zero_gradient import IdleRunError
 
 EOS, A = 1, 5
 SAMPLING = SamplingParams(max_new_tokens=3, eos_token_ids=[EOS])

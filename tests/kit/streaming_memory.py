@@ -104,10 +104,10 @@ class _Measures(Callback):
                 del weight
 
         def load() -> None:
-            pl_module.options.engine.load_weights(pl_module.weight_sync.weights(), 0)  # a sync does more than stream
+            pl_module.options.engine.load_weights(pl_module.run.weights.weights(), 0)  # a sync does more than stream
 
         pl_module.options.engine.canary = None  # its forward would leave FSDP1's root gathered
-        pl_module.sync(0)  # starts the engine
+        pl_module.run.sync(0)  # starts the engine
         with patch.object(type(pl_module.parallel), "full_parameters", paced):
             self.found = min(peaks(load) for _ in range(3))
         raise _Measured

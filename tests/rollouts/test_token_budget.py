@@ -17,7 +17,8 @@ from typing_extensions import override
 
 from lightning_rl import RLLightningModule
 from lightning_rl.policy.memory import GIB
-from lightning_rl.rollouts.memory_estimate import token_budget
+from lightning_rl.run.memory_estimate import token_budget
+from lightning_rl.run.run import Run
 
 SMALL = 2 * 2**20  # bytes of a machine, half of which the run may use
 
@@ -42,7 +43,7 @@ def memory(patch: pytest.MonkeyPatch, size: int) -> None:
 
 
 def run(
-    examine: Callable[[Any], Any] = lambda module: module.run.max_tokens_per_microbatch, **options: Any
+    examine: Callable[[Any], Any] = lambda module: module.run.progress.max_tokens_per_microbatch, **options: Any
 ) -> tuple[RLLightningModule, Any]:
     """Train on rollouts of 64 rows; return the module, and the token budget or another result."""
     module, callback = tiny_module(**options.pop("module", {})), Examines(examine)
@@ -56,10 +57,10 @@ def default_on(device: str, *, config: PretrainedConfig | None = None) -> tuple[
 
     def examine(module: Any) -> tuple[int, str]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(module), "device", torch.device(device))
+            patch.setattr(Run, "device", torch.device(device))
             if config is not None:
                 patch.setattr(module.policy.model, "config", config)
-            return token_budget(module)
+            return token_budget(module.run)
 
     return run(examine, max_steps=1)[1]
 

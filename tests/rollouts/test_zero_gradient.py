@@ -17,7 +17,7 @@ from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, warmup
 from lightning_rl.callbacks import DynamicSampling, EntropyBonus, NoEOSMask
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.corrections import Corrections
-from lightning_rl.rollouts.zero_gradient import IdleRunError, StopOnZeroGradient
+from lightning_rl.run.zero_gradient import IdleRunError, StopOnZeroGradient
 
 FIGURES = {
     "rows": 4.0,

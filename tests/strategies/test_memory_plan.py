@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_rl.callbacks import ReferenceKL
 from lightning_rl.policy.memory import MemoryPlan
-from lightning_rl.rollouts.memory_estimate import memory_plan
+from lightning_rl.run.memory_estimate import memory_plan
 
 
 def held(tensors: Any) -> int:
@@ -36,8 +36,8 @@ class Look(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self.plans.append(memory_plan(pl_module, 3))
-        self.resident.append(pl_module.weight_sync.resident)
+        self.plans.append(memory_plan(pl_module.run, 3))
+        self.resident.append(pl_module.run.weights.resident)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:

@@ -126,10 +126,10 @@ class _Examination(Callback):
         module = cast(RLLightningModule, pl_module)
         for check in (tokenizer, eos, prompts, bridges, kernels):
             self.add(check(module))
-        if not module.environment_factories:
+        if not module.options.environment:
             self.add(memory(module))
         samples = draw_samples(module, min(self.prompts, module.data_module.pass_length or self.prompts), self.limit)
-        if module.environment_factories:  # their replies have unknown lengths
+        if module.options.environment:  # their replies have unknown lengths
             self.add(memory(module, samples.rollout))
         for check in (first_texts, truncation, rewards, engine_logprobs):
             self.add(check(samples))

@@ -1,4 +1,4 @@
-"""Check that a run fits on its device, by :mod:`lightning_rl.rollouts.memory_estimate`."""
+"""Check that a run fits on its device, by :mod:`lightning_rl.run.memory_estimate`."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from lightning_rl.generation.vllm.vllm_engine import VLLMEngine
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy.memory import GIB, USABLE, EngineRoom, MemoryPlan
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.memory_estimate import engine_needs, memory_plan
+from lightning_rl.run.memory_estimate import engine_needs, memory_plan
 from lightning_rl.utils.finding import Finding
 
 PARTS = {
@@ -31,13 +31,13 @@ def engine_room(module: RLLightningModule, plan: MemoryPlan, total: float) -> En
     """Compute the share that a VLLMEngine can take of a device with ``total`` bytes; None for other engines."""
     if not isinstance(module.options.engine, VLLMEngine):
         return None
-    weights, cache = engine_needs(module)
+    weights, cache = engine_needs(module.run)
     return EngineRoom(total=total, resident=plan.resident, weights=weights, cache=cache)
 
 
 def memory(module: RLLightningModule, samples: Rollout | None = None) -> Iterator[Finding]:
     """Check that every phase fits on the device, with the lengths of sampled conversations if there are any."""
-    plan = memory_plan(module, module.data_module.max_prompt_length(), samples)
+    plan = memory_plan(module.run, module.data_module.max_prompt_length(), samples)
     by_part = ", ".join(f"{PARTS[name]} {_size(part)}" for name in PARTS if (part := getattr(plan, name)))
     by_part += "" if plan.checkpointing is None else f' (activation_checkpointing="{plan.checkpointing}")'
     by_phase = ", ".join(f"{name} {_size(phase)}" for name, phase in plan.phases().items())

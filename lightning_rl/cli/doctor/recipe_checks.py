@@ -11,14 +11,14 @@ from transformers.utils.hub import cached_file
 
 from lightning_rl.cli.doctor.findings import error, fact, warning
 from lightning_rl.cli.recipes import Recipe
-from lightning_rl.data.prompt_checks import prompt_findings
+from lightning_rl.data.prompt_checks import is_chat, prompt_findings
 from lightning_rl.data.row_schema import CONTINUES, TOOLS
 from lightning_rl.distributed import FSDP2Strategy
 from lightning_rl.environments.chat_template import KINDS, Bridge, BridgeError
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy.text_model import modules_behind
+from lightning_rl.run.prompts import wrong_eos
 from lightning_rl.run_checks import size_cure
-from lightning_rl.run_prompts import is_chat, wrong_eos
 from lightning_rl.utils.decoding import hidden_tokens
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.template_date import TODAY, writes_date

@@ -50,10 +50,10 @@ class CheckedSamples:
 
 def draw_samples(module: RLLightningModule, number: int, limit: float) -> CheckedSamples:
     """Sync the engine and sample the groups of ``number`` prompts, which advances the prompt stream."""
-    module.sync(0)
+    module.run.sync(0)
     prompts, begin = module.data_module.take(number), time.perf_counter()
     nothing = Rewards({"none": lambda prompts, *_, **__: [0.0] * len(prompts)})
-    sampler = replace(module.sampler, rewards=nothing, corrections=Corrections(), greedy_baseline=False)
+    sampler = replace(module.run.sampler, rewards=nothing, corrections=Corrections(), greedy_baseline=False)
     drawn = sampler.generate(sampler.open(prompts, 0), logprobs=sampler.reads_logprobs(0))
     rollout, *_ = sampler.score(drawn)
     report = FailureReport()
@@ -106,7 +106,7 @@ def engine_logprobs(samples: CheckedSamples) -> Iterator[Finding]:
     plan = make_plan(
         rollout,
         minibatches=1,
-        max_tokens_per_microbatch=module.run.max_tokens_per_microbatch,
+        max_tokens_per_microbatch=module.run.progress.max_tokens_per_microbatch,
         packed=module.models.options.packing,
     )
     with module.trainer.precision_plugin.forward_context():

@@ -246,7 +246,7 @@ def test_processes_of_their_own_make_the_same_rows(make: Any) -> None:
     (here,), _ = rollouts_of(module_of(maker), rows)
     module = module_of(maker, environment_workers=2)
     (there,), _ = rollouts_of(module, rows)
-    assert module.environment_workers is not None and module.environment_workers.pids() == []
+    assert module.run.workers is not None and module.run.workers.pids() == []
     for name in ("prompt_ids", "response_ids", "action_mask", "rewards", "advantages", "finish"):
         assert torch.equal(getattr(here, name), getattr(there, name)), name
 
@@ -260,7 +260,7 @@ def test_a_harness_that_blocks_is_killed_in_a_process_of_its_own(make: Any, tmp_
     (rollout,), _ = rollouts_of(module, [row, maker.rows()[0]], default_root_dir=tmp_path)
     assert rollout.failed.tolist() == [True, True, False, False]
     assert all(each["failure"].startswith("timeout: step took longer than 5 s") for each in failures_of(tmp_path))
-    assert module.environment_workers is not None and module.environment_workers.pids() == []
+    assert module.run.workers is not None and module.run.workers.pids() == []
 
 
 def test_one_that_blocks_in_this_process_ends_the_run(folder: str, plugins: None) -> None:

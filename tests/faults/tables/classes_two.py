@@ -19,10 +19,10 @@ from typing_extensions import override
 import lightning_rl.advantages.group_relative
 import lightning_rl.algorithm
 import lightning_rl.losses.policy_loss
-import lightning_rl.module
 import lightning_rl.policy.lora
 import lightning_rl.rollouts.estimate_signal
 import lightning_rl.rollouts.sample
+import lightning_rl.run.training
 import lightning_rl.update
 from faults.fault import OLD_TO_ROLLOUT, PPO, Fault, correction, engine, hooks, user
 from faults.patches import after
@@ -718,7 +718,7 @@ ALL: tuple[Fault, ...] = (
     library(
         "log-probabilities of the reference stored as old ones",
         "the policy before the update",
-        [after(lightning_rl.module, "add_logprobs", reference_as_old)],
+        [after(lightning_rl.run.training, "add_logprobs", reference_as_old)],
         reference_in_loss,
         options=SEVERAL,
         max_steps=LONG,

@@ -25,8 +25,8 @@ from typing_extensions import override
 import lightning_rl.advantages.gae
 import lightning_rl.environments.conversation
 import lightning_rl.generation.engine
-import lightning_rl.module
 import lightning_rl.rollouts.sample
+import lightning_rl.run.training
 from faults import talks
 from faults.fault import Fault
 from faults.parts import Altering
@@ -286,7 +286,7 @@ FAULTS: tuple[Fault, ...] = (
     chat(
         "an environment that failed counted in its group",
         f"{DRAW}|reward|rewarded|failed",
-        patches=[after(lightning_rl.module, "exclude_rows", talks.counting_failed)],
+        patches=[after(lightning_rl.run.training, "exclude_rows", talks.counting_failed)],
         **GONE,
     ),
     rows("an environment that failed trained", talks.training_failed, f"{DRAW}|trained|failed", **GONE),
@@ -392,6 +392,6 @@ FAULTS: tuple[Fault, ...] = (
     chat(
         "the policy's own log-probability logged for the environment's",
         "env/logprob",
-        patches=[patch.object(lightning_rl.module, "environment_logprob", over_the_drawn)],
+        patches=[patch.object(lightning_rl.run.training, "environment_logprob", over_the_drawn)],
     ),
 )

@@ -97,7 +97,7 @@ def trimmed_plan(trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> No
     if current is not None and batch.step:
         plan = Plan(tuple(step[:-1] if len(step) > 1 else step for step in current.plan.minibatches))
         trimmed = dataclasses.replace(current, plan=plan)
-        pl_module.run.progress = dataclasses.replace(pl_module.run.progress, current=trimmed)
+        pl_module.run.progress.current = trimmed
 
 
 def every_other_row(view: LossView) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import lightning_rl.algorithm
 import lightning_rl.metrics
-import lightning_rl.module
 import lightning_rl.rollouts.estimate_signal
+import lightning_rl.run.training
 from faults.fault import PPO, SMALL, STEPS, Fault, hooks, user
 from faults.patches import after, logging
 from lightning_rl import Rollout, Stat
@@ -78,7 +78,7 @@ def in_signal(name: str, stat: Callable[[Rollout], Stat]) -> Any:
         rollout, rewards, stats = result
         return rollout, rewards, {**stats, name: stat(rollout)}
 
-    return after(lightning_rl.module, "estimate_signal", changed)
+    return after(lightning_rl.run.training, "estimate_signal", changed)
 
 
 def kept_alone(result: Any, *_: Any) -> Any:

@@ -6,10 +6,10 @@ from unittest.mock import patch
 import torch
 
 import lightning_rl.algorithm
-import lightning_rl.module
 import lightning_rl.policy.attention
 import lightning_rl.rollout
 import lightning_rl.rollouts.estimate_signal
+import lightning_rl.run.training
 import lightning_rl.testing.properties.case
 import lightning_rl.update
 from faults import parts, patches
@@ -53,7 +53,7 @@ FAULTS: tuple[Fault, ...] = (
         partial(NoEOSMask, "drop_tokens"),
         culprit="trained",
         check="masks",
-        patches=[patch.object(lightning_rl.module, "exclude_rows", patches.exclude_nobody)],
+        patches=[patch.object(lightning_rl.run.training, "exclude_rows", patches.exclude_nobody)],
     ),
     user(
         "reward mask ignored",
@@ -87,14 +87,14 @@ FAULTS: tuple[Fault, ...] = (
         "before the update",
         check="logprob_alignment",
         options=STEPS,
-        patches=[after(lightning_rl.module, "add_logprobs", patches.one_late)],
+        patches=[after(lightning_rl.run.training, "add_logprobs", patches.one_late)],
     ),
     Fault(
         "noise in the old pass",
         "stage score",
         check="first_forward",
         options=STEPS,
-        patches=[after(lightning_rl.module, "add_logprobs", patches.noisy)],
+        patches=[after(lightning_rl.run.training, "add_logprobs", patches.noisy)],
     ),
     user(
         "reference at temperature 1",

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import Qwen2ForCausalLM
 from typing_extensions import override
 
-import lightning_rl.module
 import lightning_rl.policy.logprobs
+import lightning_rl.run.training
 import lightning_rl.update
 from faults.fault import PPO, SMALL, STEPS, Fault, hooks, user
 from faults.patches import accumulating, after
@@ -28,7 +28,7 @@ from lightning_rl.policy import Plan, PolicyModel
 
 FORWARD, VALUES, STEP = PolicyModel.forward, PolicyModel._values, LightningOptimizer.step  # noqa: SLF001
 ACCUMULATE, VIEW, LOSS = (
-    lightning_rl.module.accumulate_gradient,
+    lightning_rl.run.training.accumulate_gradient,
     lightning_rl.update.loss_view,
     Algorithm.microbatch_loss,
 )
@@ -63,7 +63,7 @@ def with_microbatches(change: Callable[[Any], Any]) -> Any:
     def accumulate(rollout: Any, microbatches: Any, *further: Any, **options: Any) -> Any:
         return ACCUMULATE(rollout, change(microbatches), *further, **options)
 
-    return patch.object(lightning_rl.module, "accumulate_gradient", accumulate)
+    return patch.object(lightning_rl.run.training, "accumulate_gradient", accumulate)
 
 
 def second_backward_lost(backward: Any, microbatches: Any, policy: Any) -> Callable[[Tensor], None]:
@@ -269,7 +269,7 @@ FAULTS: tuple[Fault, ...] = (
         "the last microbatch never planned",
         "plan",
         options=SMALL,
-        patches=[after(lightning_rl.module, "make_plan", without_last_microbatch)],
+        patches=[after(lightning_rl.run.training, "make_plan", without_last_microbatch)],
     ),
     Fault(
         "a microbatch that never came",

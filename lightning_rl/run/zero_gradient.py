@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_rl.corrections import Corrections
 from lightning_rl.data import StepIndex
 from lightning_rl.distributed import RunEndError
-from lightning_rl.rollouts.trained_module import TrainedModule
+from lightning_rl.run.run import run_of
 from lightning_rl.utils.arguments import check_counts
 
 MAX_RATE = 1e-2  # a higher one is named first
@@ -79,14 +79,14 @@ class StopOnZeroGradient(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: StepIndex, batch_idx: int
     ) -> None:
-        module = cast(TrainedModule, pl_module)
-        if module.skips(batch):
+        run = run_of(trainer)
+        if run.skips(batch):
             return
-        self.figures = module.run.rollout_figures or self.figures
+        self.figures = run.log.rollout_figures or self.figures
         if outputs:
             self.note(outputs["optim/grad_norm"], self._rates)
-        if batch.step == module.steps_per_rollout - 1:
-            self.end_rollout(batch.rollout, module.run.corrections, module.run.constant_calls)
+        if batch.step == run.options.steps_per_rollout - 1:
+            self.end_rollout(batch.rollout, run.corrections, run.log.constant_calls)
 
     def note(self, norm: Tensor, rates: Sequence[float]) -> None:
         """Record the gradient norm of an optimizer step and the learning rate of each parameter group.

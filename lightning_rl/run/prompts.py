@@ -8,46 +8,38 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.data import Prompt, PromptDataModule
-from lightning_rl.data.prompt_checks import prompt_findings
-from lightning_rl.data.row_schema import is_token_ids
+from lightning_rl.data import Prompt, PromptDataModule, find_data_module
+from lightning_rl.data.prompt_checks import is_chat, prompt_findings
 from lightning_rl.environments.outcome import REWARD_COLUMNS
 from lightning_rl.environments.run_environments import RowCheck
-from lightning_rl.evaluation.evaluator import Evaluator
 from lightning_rl.evaluation.questions import Questions, with_eos
 from lightning_rl.generation import SamplingParams
 from lightning_rl.options import Options
 from lightning_rl.policy.build import max_prompt_length
-from lightning_rl.policy.model import FrozenModel, PolicyModel
 from lightning_rl.rewards import Rewards
+from lightning_rl.run.run import Run
 from lightning_rl.utils.finding import Finding
 
 ANSWER = "quux"  # a text that no template writes
 PROMPTS_CHECKED = 32
 
 
-def encode_prompts(
-    options: Options,
-    evaluator: Evaluator,
-    data: PromptDataModule | None,
-    policy: PolicyModel,
-    reference: FrozenModel | None,
-    stage: TrainerFn | None,
-) -> SamplingParams:
+def encode_prompts(run: Run) -> SamplingParams:
     """Encode the prompts of training and evaluation, and check that they fit policy and rewards.
 
     Returns:
         Sampling parameters for training, with the ids that end a response.
     """
+    options, policy, stage, data = run.options, run.policy, run.trainer.state.fn, find_data_module(run.trainer)
     tokenizer, rewards = options.tokenizer, options.rewards
     names = () if options.environment is None else tuple(options.environment.factories)
     check, sampling = RowCheck(names) if names else None, with_eos(options.sampling, policy.model, tokenizer)
     if data is not None:
         data.connect(tokenizer, max_prompt_length(policy.model, sampling.max_new_tokens), policy.vocabulary, check)
-        for model in (policy, reference):
+        for model in (policy, run.models.reference):
             if model is not None:
                 model.check_windows(data.max_prompt_length() + sampling.max_new_tokens)
-    evaluated = evaluator.encode(policy.model, tokenizer, sampling=sampling, rewards=rewards, check=check)
+    evaluated = run.evaluator.encode(policy.model, tokenizer, sampling=sampling, rewards=rewards, check=check)
     for ids in (one.eos_token_ids or () for one in (sampling, *(questions.sampling for questions in evaluated))):
         if outside := sorted({i for i in ids if not 0 <= i < policy.vocabulary}):
             raise ValueError(
@@ -153,12 +145,3 @@ def answer_end(tokenizer: PreTrainedTokenizerBase, after: str) -> int | None:
     written: Any = tokenizer(after, add_special_tokens=False)["input_ids"]
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     return next((token for token in written if token in special), None)
-
-
-def is_chat(prompt: Prompt | None, ending: int | None = None) -> bool:
-    """Return True for chat messages or None, and for a prompt with the token after which a template ends messages."""
-    return (
-        prompt is None
-        or not (isinstance(prompt.content, str) or is_token_ids(prompt.content))
-        or ending in prompt.token_ids
-    )
