@@ -27,7 +27,7 @@ from lightning_rl.generation import Completion
 from lightning_rl.rollout import FinishReason
 from lightning_rl.samples.seeds import environment_seed
 from lightning_rl.testing.properties.copies import copy_apart
-from lightning_rl.testing.properties.reward_rows import same_value
+from lightning_rl.testing.properties.reward_repeats import same_value
 from lightning_rl.testing.properties.subsample import order_of
 from lightning_rl.utils.keys import hide_secrets
 from lightning_rl.utils.mutation_guard import copy_plain

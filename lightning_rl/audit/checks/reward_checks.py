@@ -146,14 +146,12 @@ def reward_order(evidence: Evidence) -> Iterator[Finding | Skip]:
     A copy of the function is called again if it is deterministic and quick.
     """
     for reply in evidence.replies:
-        if reply.reason or not reply.repeats:
+        if reply.reason or not reply.repeated.repeats:
             yield Skip(reply.reason or f"reward {reply.name} is not repeatable")
-        elif reply.rows:
-            yield Finding(
-                culprit=f"reward {reply.name}",
-                observed=f"other values for rows {list(reply.rows[:4])} of a call with fewer rows, in reverse order",
-                samples=reply.samples[:4],
-            )
+        elif reply.repeated.rows:
+            rows = list(reply.repeated.rows[:4])
+            observed = f"other values for rows {rows} of a call with fewer rows, in reverse order"
+            yield Finding(culprit=f"reward {reply.name}", observed=observed, samples=reply.samples[:4])
 
 
 @check(
@@ -185,8 +183,8 @@ def reward_inputs(evidence: Evidence) -> Iterator[Finding | Skip]:
     for reply in evidence.replies:
         if reply.reason:
             yield Skip(reply.reason)
-        elif reply.edited:
-            observed = f"edits of {', '.join(reply.edited)}"
+        elif reply.repeated.edited:
+            observed = f"edits of {', '.join(reply.repeated.edited)}"
             yield Finding(culprit=f"reward {reply.name}", observed=observed, samples=reply.samples[:4])
 
 
