@@ -6,36 +6,26 @@ Only functions that are quick and can be copied are called again.
 import inspect
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_rl.audit.outside import refuse_outside
 from lightning_rl.audit.schedule import calls_again
 from lightning_rl.rewards import RewardCall, SubprocessReward
+from lightning_rl.testing.properties.comparisons import Skip
 from lightning_rl.testing.properties.copies import copy_apart
-from lightning_rl.testing.properties.reward_repeats import RepeatedCall, remembers_rows, repeat_call
+from lightning_rl.testing.properties.reward_repeats import remembers_rows, repeat_call
+from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.keys import hide_secrets
 
 MIN_ROWS, MAX_ROWS, MAX_PAIRS = 4, 8, 4  # rows of a call that is thinned out; rows scored together; rows scored alone
 MAX_SECONDS = 0.1  # duration of a call in the run
 
 
-class RewardReply(NamedTuple):
-    """Repeated calls of one reward function, in plain values.
-
-    Attributes:
-        name: Name of the function.
-        reason: Reason why it was not called again; empty if it was.
-        repeated: Comparison of the repeated calls with that of the run.
-        samples: Ids of the samples in rows whose value differs, or of all compared rows; empty if unknown.
-        remembers: True if earlier calls change a value; None if the function is noisy or remembers on purpose.
-    """
-
-    name: str
-    reason: str = ""
-    repeated: RepeatedCall = RepeatedCall()
-    samples: Sequence[int] = ()
-    remembers: bool | None = False
+CHECKS = ("reward_order", "reward_memory", "reward_inputs")
+RewardReply = Mapping[str, Finding | Skip]
+"""Results of the repeated calls of one function by name of the check."""
 
 
 class RewardWatch:
@@ -50,13 +40,13 @@ class RewardWatch:
         self._audit, self._silent = 0, list[RewardReply]()
 
     def ask(self, calls: Sequence[RewardCall], samples: Sequence[Sequence[int]]) -> list[RewardReply]:
-        """Return one reply per function; in audits that repeat nothing, the replies with a reason."""
+        """Return one reply per function; in audits that repeat nothing, those without calls."""
         self._audit += 1
         if not calls_again(self._audit):
             return self._silent
         latest = {call.name: (call, ids) for call, ids in zip(calls, samples, strict=True) if len(call.values) > 1}
         replies = [ask_again(call, ids, self._fresh.get(call.name)) for call, ids in latest.values()]
-        self._silent = [reply for reply in replies if reply.reason]
+        self._silent = [reply for reply in replies if isinstance(reply.get("reward_inputs"), Skip)]
         return replies
 
 
@@ -69,7 +59,7 @@ def ask_again(call: RewardCall, samples: Sequence[int], fresh: Any = None) -> Re
         fresh: Copy of the function before its first call; by default the function itself.
     """
     if reason := _reason_to_skip(call):
-        return RewardReply(call.name, reason)
+        return dict.fromkeys(CHECKS, Skip(reason))
     number, lengths = len(call.values), [len(ids) for ids in call.completion_ids]
     stride = 1 if number < MIN_ROWS else max(2, number // MAX_ROWS)  # leaves out some of the other rows
     few = list(range(number - 1, -1, -stride))[:MAX_ROWS]
@@ -85,9 +75,21 @@ def ask_again(call: RewardCall, samples: Sequence[int], fresh: Any = None) -> Re
                 remembers = remembers_rows(call.name, call.rows.select(pairs), make)
     except (Exception, SystemExit) as error:  # noqa: BLE001  user code
         reason = hide_secrets(f"{type(error).__name__}: {error}")
-        return RewardReply(call.name, f"reward {call.name} could not be called again: {reason}")
+        return dict.fromkeys(CHECKS, Skip(f"reward {call.name} could not be called again: {reason}"))
     known = [samples[row] for row in repeated.rows or few] if len(samples) == number else []
-    return RewardReply(call.name, "", repeated, known, remembers)
+    found, reply = Finding(culprit=f"reward {call.name}", samples=known[:4]), dict[str, Finding | Skip]()
+    if not repeated.repeats:
+        reply["reward_order"] = Skip(f"reward {call.name} is not repeatable")
+    elif repeated.rows:
+        observed = f"other values for rows {repeated.rows[:4]} of a call with fewer rows, in reverse order"
+        reply["reward_order"] = replace(found, observed=observed)
+    if remembers is None:
+        reply["reward_memory"] = Skip(f"reward {call.name} is not repeatable, or remembers on purpose")
+    elif remembers:
+        reply["reward_memory"] = found
+    if repeated.edited:
+        reply["reward_inputs"] = replace(found, observed=f"edits of {', '.join(repeated.edited)}")
+    return reply
 
 
 def _reason_to_skip(call: RewardCall) -> str:
