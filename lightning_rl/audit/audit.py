@@ -527,10 +527,9 @@ class _RunWatch:
         else:
             sampled = sampling_figures(self.rounds, evidence.rollout, evidence.facts) | self._conversation_figures
             try:
-                figures = self._row.note(trace, evidence, step, self._own_figures | sampled)
+                step.figures = self._row.note(trace, evidence, step, self._own_figures | sampled)
             except CopyError as error:
-                step.logged, figures, step.unknown = {}, {}, str(error)
-            step.figures = {name: (stat.moments, stat.reduction) for name, stat in figures.items()}
+                step.logged, step.unknown = {}, str(error)
         self._evidence, self._step = evidence, step
 
     def _culprits(self) -> dict[str, str]:

@@ -9,7 +9,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.audit.environment_repeats import Replay
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import PlainForward
 from lightning_rl.audit.prompt_watch import HeldOut, Repeats
@@ -29,7 +28,7 @@ from lightning_rl.policy import Outputs
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import TURN_REWARDS, Rollout
 from lightning_rl.testing.properties.case import AlgorithmCase
-from lightning_rl.testing.properties.comparisons import reads_parameters
+from lightning_rl.testing.properties.comparisons import Skip, reads_parameters
 from lightning_rl.testing.properties.copies import CopyError, copy_or_refuse
 from lightning_rl.testing.properties.definitions import shaped_parts
 from lightning_rl.update import loss_view
@@ -94,7 +93,7 @@ class Evidence(AlgorithmCase):
         written: Tokens of conversations that were not sampled, with those of the chat template.
         judged_otherwise: Ids of conversations of which rewards score other tokens than the last answer.
         words_logprob: Mean log-probability of environment tokens in a row of each group; None if unknown.
-        replays: Repeated conversations.
+        replays: Findings about repeated conversations, and reasons why some were not repeated.
         step: An optimizer step; None before the first.
         edits: Findings of edited fields of the rollout.
     """
@@ -123,7 +122,7 @@ class Evidence(AlgorithmCase):
     written: Sequence[Written] = ()
     judged_otherwise: Sequence[int] = ()
     words_logprob: float | None = None
-    replays: Sequence[Replay] = ()
+    replays: Sequence[Finding | Skip] = ()
     step: StepEvidence | None = None
     edits: Sequence[Finding] = ()
 

@@ -1,4 +1,4 @@
-"""Plain values of a run that checks use and that saved evidence contains."""
+"""Plain values of a run that checks use."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,9 +7,9 @@ from typing import cast
 import torch
 
 from lightning_rl.audit.forwards import forwards_plainly
-from lightning_rl.audit.live import LiveRun
-from lightning_rl.audit.overrides import overrides
+from lightning_rl.audit.live import LiveRun, overrides
 from lightning_rl.data import PromptDataModule
+from lightning_rl.environments import ConversationLimits
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}  # nats, mean over tokens
 COARSE = 0.1
@@ -27,15 +27,12 @@ class RunFacts:
         minibatches: Optimizer steps per pass over a rollout.
         ranks: Number of data-parallel ranks.
         max_new_tokens: Maximum length of a response.
-        max_turns: Maximum number of answers in a conversation; 0 without an environment.
-        max_turn_tokens: Maximum length of a turn.
-        max_length: Maximum length of prompt and conversation together.
+        limits: Limits of conversations; None without an environment.
         max_staleness: Maximum age of a token's weights, in rollouts.
         max_grad_norm: Gradient norm to clip to; infinity for no clipping.
         engine: Name of the engine's class.
         reward_weights: Weights of the reward functions, by name.
         seed: Seed of the run; None if unknown.
-        environment_names: Names of the environments; empty for single-turn runs.
         evaluations: Name, number of samples and values of k of each evaluation.
         plain_forward: True if the policy's forward is that of its model, and this rank holds all weights.
         data: Subclass of the data module that changes its prompts, and ``", or "``; empty if none does.
@@ -48,15 +45,12 @@ class RunFacts:
     minibatches: int = 1
     ranks: int = 1
     max_new_tokens: int = 2**31
-    max_turns: int = 0
-    max_turn_tokens: int = 2**31
-    max_length: int = 2**31
+    limits: ConversationLimits | None = None
     max_staleness: int = 0
     max_grad_norm: float = float("inf")
     engine: str = "none"
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     seed: int | None = None
-    environment_names: tuple[str, ...] = ()
     evaluations: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
     plain_forward: bool = True
     data: str = ""
@@ -67,7 +61,6 @@ class RunFacts:
         data = live.data
         changed = any(overrides(data, name, PromptDataModule) for name in ("take", "at", "load_state_dict"))
         sampling, limit = live.sampling, live.options.max_grad_norm
-        limits = None if live.environments is None else live.environments.limits
         mixed = str(live.trainer.precision) not in ("32-true", "64-true")
         return RunFacts(
             temperature=sampling.temperature,
@@ -77,15 +70,12 @@ class RunFacts:
             minibatches=live.options.minibatches_per_rollout,
             ranks=live.parallel.ranks,
             max_new_tokens=sampling.max_new_tokens,
-            max_turns=0 if limits is None else limits.turns,
-            max_turn_tokens=2**31 if limits is None else limits.turn_tokens or 2**31,
-            max_length=2**31 if limits is None else limits.length or 2**31,
+            limits=None if live.environments is None else live.environments.limits,
             max_staleness=live.options.max_staleness,
             max_grad_norm=float("inf") if limit is None else limit,
             engine=type(live.engine).__name__,
             reward_weights=live.rewards.weights,
             seed=live.options.seed,
-            environment_names=() if live.environments is None else tuple(sorted(live.environments.factories)),
             evaluations=tuple(
                 (one.name, one.samples, cast(tuple[int, ...], one.pass_at)) for one in live.evaluator.evaluations
             ),

@@ -8,15 +8,23 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.audit.overrides import STEP_HOOKS, name_of_callback, overrides
-from lightning_rl.corrections import Corrections
+from lightning_rl.corrections import Corrections, RLCallback
 from lightning_rl.data import PromptDataModule, data_module_of
 from lightning_rl.metrics import MetricLog
 from lightning_rl.module import RLLightningModule
 from lightning_rl.policy import PolicyModel
 from lightning_rl.recording.recorder import RecordingDraft, Vocabulary
 from lightning_rl.rollouts.progress import CurrentRollout
+from lightning_rl.utils.trainer import OWN
 
+STEP_HOOKS = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_zero_grad",
+    "on_before_optimizer_step",
+)
 OF_MODULE = STEP_HOOKS[1:]  # the core generates the rollout in the first one
 
 
@@ -129,3 +137,16 @@ class LiveRun:
 def live_run(trainer: Trainer, pl_module: LightningModule) -> LiveRun | None:
     """Return the run of a fit; None if another module trains."""
     return LiveRun(trainer, pl_module) if isinstance(pl_module, RLLightningModule) else None
+
+
+def name_of_callback(callback: Callback) -> str:
+    """Return the callback's name for messages."""
+    return callback.name if isinstance(callback, RLCallback) else type(callback).__name__
+
+
+def overrides(part: object, hook: str, base: type) -> bool:
+    """Return True if an object's method differs from its base's, on the class, the instance or by patching the base."""
+    method = getattr(part, hook)
+    function = getattr(method, "__func__", method)
+    home = str(getattr(function, "__module__", None) or type(function).__module__).partition(".")[0]
+    return function is not getattr(base, hook) or home not in OWN

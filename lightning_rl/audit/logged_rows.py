@@ -75,9 +75,7 @@ class RowWatch:
         self._steps.append(figures)
         return self._rollout | figures
 
-    def end_step(
-        self, step_index: int, *, seen: bool
-    ) -> tuple[dict[str, dict[str, float]], dict[str, tuple[Tensor, str]]]:
+    def end_step(self, step_index: int, *, seen: bool) -> tuple[dict[str, dict[str, float]], dict[str, Stat]]:
         """Return the row of an optimizer step as logged and as expected; empty if none was logged."""
         self._complete, self.missing = self._complete and seen, ()
         trainer: Any = self._live.trainer
@@ -106,7 +104,7 @@ class RowWatch:
             }
         self._steps, self._rollouts, self._complete, self._handed, self._opened = [], 0, True, set(), False
         self._logger.rows.clear()
-        return row, {name: (stat.moments, stat.reduction) for name, stat in expected.items()}
+        return row, expected
 
 
 def _has_figure(moments: Tensor) -> bool:

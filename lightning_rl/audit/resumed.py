@@ -7,8 +7,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from lightning_rl.audit.live import LiveRun
-from lightning_rl.audit.overrides import name_of_callback, overrides
+from lightning_rl.audit.live import LiveRun, name_of_callback, overrides
 from lightning_rl.audit.user_hooks import ENTRIES, local
 from lightning_rl.corrections import RLCallback
 from lightning_rl.data import PromptDataModule

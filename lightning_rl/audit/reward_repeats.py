@@ -5,53 +5,27 @@ Only functions that are quick and can be copied are called again.
 
 import inspect
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
-
-import torch
+from functools import partial
+from typing import Any
 
 from lightning_rl.audit.outside import refuse_outside
 from lightning_rl.audit.schedule import calls_again
 from lightning_rl.rewards import RewardCall, SubprocessReward
-from lightning_rl.rewards.submitted import return_alone
-from lightning_rl.rewards.values import values_of
-from lightning_rl.samples import Rows
+from lightning_rl.testing.properties.comparisons import Skip
 from lightning_rl.testing.properties.copies import copy_apart
-from lightning_rl.testing.properties.reward_rows import same_value
+from lightning_rl.testing.properties.reward_repeats import remembers_rows, repeat_call
+from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.keys import hide_secrets
-from lightning_rl.utils.seeding import fork_generators, seed_everything
 
 MIN_ROWS, MAX_ROWS, MAX_PAIRS = 4, 8, 4  # rows of a call that is thinned out; rows scored together; rows scored alone
-MIXED_ROWS = 2  # rows scored with single arguments of other rows
 MAX_SECONDS = 0.1  # duration of a call in the run
-SEED = 1_234_577  # of repeated calls; a run seeded with 0 would draw the noise of its first call again
-CPU = torch.device("cpu")
-
-Values = Sequence[float | None]
 
 
-class RewardReply(NamedTuple):
-    """Comparison of repeated calls of one reward function, in plain values.
-
-    Attributes:
-        name: Name of the function.
-        reason: Reason why it was not called again; empty if it was.
-        rows: Rows of the call whose value differs when they are scored with fewer rows.
-        samples: Ids of the samples in these rows, or of all compared rows; empty if unknown.
-        repeats: True if the whole call, repeated, returns the values of the run.
-        edited: Names of the arguments that the function edits.
-        remembers: True if earlier calls change a value; None if the function is noisy or remembers on purpose.
-    """
-
-    name: str
-    reason: str = ""
-    rows: Sequence[int] = ()
-    samples: Sequence[int] = ()
-    repeats: bool = True
-    edited: Sequence[str] = ()
-    remembers: bool | None = False
+CHECKS = ("reward_order", "reward_memory", "reward_inputs")
+RewardReply = Mapping[str, Finding | Skip]
+"""Results of the repeated calls of one function by name of the check."""
 
 
 class RewardWatch:
@@ -66,13 +40,13 @@ class RewardWatch:
         self._audit, self._silent = 0, list[RewardReply]()
 
     def ask(self, calls: Sequence[RewardCall], samples: Sequence[Sequence[int]]) -> list[RewardReply]:
-        """Return one reply per function; in audits that repeat nothing, the replies with a reason."""
+        """Return one reply per function; in audits that repeat nothing, those without calls."""
         self._audit += 1
         if not calls_again(self._audit):
             return self._silent
         latest = {call.name: (call, ids) for call, ids in zip(calls, samples, strict=True) if len(call.values) > 1}
         replies = [ask_again(call, ids, self._fresh.get(call.name)) for call, ids in latest.values()]
-        self._silent = [reply for reply in replies if reply.reason]
+        self._silent = [reply for reply in replies if isinstance(reply.get("reward_inputs"), Skip)]
         return replies
 
 
@@ -85,30 +59,37 @@ def ask_again(call: RewardCall, samples: Sequence[int], fresh: Any = None) -> Re
         fresh: Copy of the function before its first call; by default the function itself.
     """
     if reason := _reason_to_skip(call):
-        return RewardReply(call.name, reason)
+        return dict.fromkeys(CHECKS, Skip(reason))
     number, lengths = len(call.values), [len(ids) for ids in call.completion_ids]
     stride = 1 if number < MIN_ROWS else max(2, number // MAX_ROWS)  # leaves out some of the other rows
     few = list(range(number - 1, -1, -stride))[:MAX_ROWS]
     ends = [lengths.index(length) for length in (min(lengths), max(lengths))]
-    values, edited = dict[int, list[float | None]](), set[str]()
+    best = max(range(number), key=lambda row: call.values[row] or 0.0)  # most rows of a sparse reward have a 0
+    pairs = list(dict.fromkeys([best, *few[::2], *few[1::2]]))[:MAX_PAIRS]  # few[::2] spans the prompts
+    remembers = None
     try:
-        with fork_generators(CPU), refuse_outside():
-            for rows in (few, *([row] for row in ends)):
-                again, edits = _call(call.name, copy_apart(call.function), call.rows.select(rows))
-                edited.update(edits)
-                for row, value in zip(rows, again, strict=True):
-                    values.setdefault(row, []).append(value)
-            moved = [row for row in values if not all(same_value(value, call.values[row]) for value in values[row])]
-            everything = _call(call.name, copy_apart(call.function), call.rows)[0] if moved else call.values
-            best = max(range(number), key=lambda row: call.values[row] or 0.0)  # most rows of a sparse reward have a 0
-            pairs = list(dict.fromkeys([best, *few[::2], *few[1::2]]))[:MAX_PAIRS]  # few[::2] spans the prompts
-            remembers = _remembers(call, call.rows.select(pairs), fresh or call.function)
+        with refuse_outside():
+            repeated = repeat_call(call, [few, *([row] for row in ends)], partial(copy_apart, call.function))
+            if not getattr(call.function, "remembers", False):
+                make = partial(copy_apart, fresh or call.function)
+                remembers = remembers_rows(call.name, call.rows.select(pairs), make)
     except (Exception, SystemExit) as error:  # noqa: BLE001  user code
         reason = hide_secrets(f"{type(error).__name__}: {error}")
-        return RewardReply(call.name, f"reward {call.name} could not be called again: {reason}")
-    known = [samples[row] for row in moved or few] if len(samples) == number else []
-    repeats = all(same_value(everything[row], call.values[row]) for row in values)
-    return RewardReply(call.name, "", moved, known, repeats, sorted(edited), remembers)
+        return dict.fromkeys(CHECKS, Skip(f"reward {call.name} could not be called again: {reason}"))
+    known = [samples[row] for row in repeated.rows or few] if len(samples) == number else []
+    found, reply = Finding(culprit=f"reward {call.name}", samples=known[:4]), dict[str, Finding | Skip]()
+    if not repeated.repeats:
+        reply["reward_order"] = Skip(f"reward {call.name} is not repeatable")
+    elif repeated.rows:
+        observed = f"other values for rows {repeated.rows[:4]} of a call with fewer rows, in reverse order"
+        reply["reward_order"] = replace(found, observed=observed)
+    if remembers is None:
+        reply["reward_memory"] = Skip(f"reward {call.name} is not repeatable, or remembers on purpose")
+    elif remembers:
+        reply["reward_memory"] = found
+    if repeated.edited:
+        reply["reward_inputs"] = replace(found, observed=f"edits of {', '.join(repeated.edited)}")
+    return reply
 
 
 def _reason_to_skip(call: RewardCall) -> str:
@@ -127,69 +108,3 @@ def _reason_to_skip(call: RewardCall) -> str:
     if not reason and time.perf_counter() - begin > MAX_SECONDS:
         reason = f"a copy of reward {call.name} takes more than {MAX_SECONDS} s"
     return f"{reason}: test it with lightning_rl.testing.check_reward" if reason else ""
-
-
-def _remembers(call: RewardCall, rows: Rows, function: Any) -> bool | None:
-    """Score copies of single rows after a call with related answers, and after one with the same copies.
-
-    All calls have the same number of rows and generator state, so noise and curricula make no difference.
-    """
-    if getattr(call.function, "remembers", False):
-        return None
-    for row in range(len(rows)):
-        for place, related in enumerate(_neighbors(rows, row)):
-            itself, after = rows.select([row] * len(related)), list[Values]()
-            with suppress(*[Exception, SystemExit] if place else []):  # it may refuse columns that do not fit together
-                for before in (related, itself):
-                    twin = copy_apart(function)
-                    first = _call(call.name, twin, before)[0]
-                    after.append(_call(call.name, twin, itself)[0])
-                if len({str(value) for value in first}) > 1:  # of copies of one row
-                    return None
-                if not all(map(same_value, *after)):
-                    return True
-    return False
-
-
-def _neighbors(rows: Rows, row: int) -> Iterator[Rows]:
-    """Yield rows that share some arguments with this row, so a memo keyed by these stores another value for it.
-
-    They are the other rows with their answers to the prompt of this row, as they are and with its length; its answer to
-    the prompts of the others; and its arguments with one of another row.
-    """
-    others = sorted(
-        (other for other in range(len(rows)) if other != row),
-        key=lambda other: repr(rows.prompts[other]) == repr(rows.prompts[row]),
-    )
-    if not others:
-        return
-    theirs, same, length = rows.select(others), rows.select([row] * len(others)), len(rows.completion_ids[row])
-    answers = replace(same, completions=theirs.completions, completion_ids=theirs.completion_ids)
-    ids = [(list(one) * (length // max(len(one), 1) + 1))[:length] for one in theirs.completion_ids]
-    asked = replace(theirs, completions=same.completions, completion_ids=same.completion_ids)
-    yield _join(theirs, answers, replace(answers, completion_ids=ids), asked)
-    changes = {"prompts": theirs.prompts, **theirs.columns} if row < MIXED_ROWS else {}
-    for name, values in changes.items():
-        own = repr(rows.prompts[row] if name == "prompts" else rows.columns[name][row])
-        ordered = sorted(values, key=lambda value: repr(value) == own)  # a memo may keep the first value
-        if name == "prompts":
-            yield replace(same, prompts=ordered)
-        elif repr(ordered[0]) != own:
-            yield replace(same, columns={**same.columns, name: ordered})
-
-
-def _join(*parts: Rows) -> Rows:
-    return Rows(
-        prompts=[one for part in parts for one in part.prompts],
-        completions=[one for part in parts for one in part.completions],
-        completion_ids=[one for part in parts for one in part.completion_ids],
-        columns={name: [one for part in parts for one in part.columns[name]] for name in parts[0].columns},
-    )
-
-
-def _call(name: str, function: Any, rows: Rows) -> tuple[Values, list[str]]:
-    """Return the values of some rows and the names of the arguments that the function edits."""
-    given = rows.copy()
-    seed_everything(SEED, CPU)
-    values = values_of(return_alone(name, function, given), len(rows))
-    return values, rows.edits(given)

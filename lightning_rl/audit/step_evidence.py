@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from lightning_rl.audit.parameter_tracer import ParameterTrace
 from lightning_rl.audit.rates import Stepping
-from lightning_rl.corrections import StepTrace
+from lightning_rl.corrections import Stat, StepTrace
 from lightning_rl.distributed import Collectives
 from lightning_rl.policy import Outputs
 from lightning_rl.rollout import Rollout
@@ -60,7 +60,7 @@ class StepEvidence:
         frozen: Names of parameters that no longer require a gradient.
         scheduler_steps: Number of scheduler steps; None without a scheduler.
         logged: Moments by metric, of the rollout, the step and its microbatches.
-        figures: Expected metrics of this rollout and step: moments and name of the reduction.
+        figures: Expected metrics of this rollout and step.
         row: Values in the loggers and in Lightning, by place and metric.
         row_figures: Expected values; empty if nothing was logged, or if the row spans steps that were not audited.
         missing: Metrics that were logged and are not in the row.
@@ -88,9 +88,9 @@ class StepEvidence:
     frozen: Sequence[str] = ()
     scheduler_steps: int | None = None
     logged: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
-    figures: Mapping[str, tuple[Tensor, str]] = field(default_factory=dict)
+    figures: Mapping[str, Stat] = field(default_factory=dict)
     row: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    row_figures: Mapping[str, tuple[Tensor, str]] = field(default_factory=dict)
+    row_figures: Mapping[str, Stat] = field(default_factory=dict)
     missing: Sequence[str] = ()
 
     @staticmethod

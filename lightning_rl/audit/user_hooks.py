@@ -9,8 +9,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_rl.audit.live import LiveRun
-from lightning_rl.audit.overrides import STEP_HOOKS
+from lightning_rl.audit.live import STEP_HOOKS, LiveRun
 from lightning_rl.audit.parameter_tracer import by_kind, sample_entries
 from lightning_rl.corrections import RLCallback
 from lightning_rl.setup_checks import call_closure

@@ -3,21 +3,22 @@
 Each conversation is a fixed list of answers. Environments run in this process, so one that hangs blocks the check.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import cloudpickle
-import numpy as np
 import torch
 
 from lightning_rl.environments import Action, Environment, TokenEnvironment, ToolCall
-from lightning_rl.environments.environment import check_figures
 from lightning_rl.environments.generators import GeneratorError, refuse_draws
 from lightning_rl.environments.tools import schemas_of
-from lightning_rl.environments.validation import check_reset, check_step, environment_of, plain
+from lightning_rl.environments.validation import environment_of, plain
 from lightning_rl.rollout import FinishReason
+from lightning_rl.testing.properties.conversations import Calls, Part, difference, play
 from lightning_rl.testing.shrinking import PropertyError
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.naming import name_of
@@ -70,12 +71,12 @@ class ScriptResult:
     """Results of a conversation.
 
     Attributes:
-        results: Results of the reset and of each step.
+        parts: Results of its calls.
         raised: Error that ended it, or None.
-        where: Call that raised, or the last one.
+        where: Call that raised; empty after the last one.
     """
 
-    results: list[Any] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     raised: BaseException | None = None
     where: str = "reset"
 
@@ -129,81 +130,51 @@ def _findings(
     yield from ((finding, nothing) for finding in _close(made))
     scripts = list(_scripts(made, answers))
     for script in scripts:
-        outcome = run_conversation(factory, row, script, seed)
+        outcome = run_conversation(factory, row, seed, script)
         if finding := _judge(outcome):
             yield finding, script
             return
-        again = run_conversation(factory, row, script, seed)
-        if repr(again.results) != repr(outcome.results):
-            cure = "use random.Random(seed), and keep no state"
-            yield _differs("environment_repeats", outcome, again, cure), script
+        again = run_conversation(factory, row, seed, script)
+        if apart := difference(outcome.parts, again.parts, metrics=True):
+            yield _differs("environment_repeats", apart, "use random.Random(seed), and keep no state"), script
             return
-        interleaved = _interleave(factory, row, script, scripts[-1], seed)
-        if repr(interleaved.results) != repr(outcome.results):
+        interleaved = run_conversation(factory, row, seed, script, scripts[-1])
+        if apart := difference(outcome.parts, interleaved.parts, metrics=True):
             cure = "keep state in the object, not in its class or module"
-            yield _differs("environment_isolation", outcome, interleaved, cure), script
+            yield _differs("environment_isolation", apart, cure), script
             return
         yield from ((finding, script) for finding in _ship(factory, outcome, words=words))
 
 
-def run_conversation(factory: Callable[[], Any], row: Mapping[str, Any], script: Script, seed: int) -> ScriptResult:
-    """Run one conversation."""
-    outcome = ScriptResult()
-    for _ in _moves(factory, row, script, seed, outcome):
-        pass
-    return outcome
-
-
-def _interleave(
-    factory: Callable[[], Any], row: Mapping[str, Any], script: Script, other: Script, seed: int
-) -> ScriptResult:
-    """Run a conversation, interleaved with another one."""
-    outcome = ScriptResult()
-    ours, theirs = _moves(factory, row, script, seed, outcome), _moves(factory, row, other, seed + 1, ScriptResult())
-    for _ in zip_longest(ours, theirs):
-        pass
-    return outcome
+def run_conversation(factory: Callable[[], Any], row: Mapping[str, Any], seed: int, *scripts: Script) -> ScriptResult:
+    """Run the conversation of the first script, interleaved with those of others."""
+    results = [ScriptResult() for _ in scripts]
+    pairs = enumerate(zip(scripts, results, strict=True))
+    deque(zip_longest(*(_moves(factory, row, seed + place, *pair) for place, pair in pairs)), maxlen=0)
+    return results[0]
 
 
 def _moves(
-    factory: Callable[[], Any], row: Mapping[str, Any], script: Script, seed: int, outcome: ScriptResult
-) -> Iterator[str]:
+    factory: Callable[[], Any], row: Mapping[str, Any], seed: int, script: Script, outcome: ScriptResult
+) -> Iterator[None]:
     """Run a conversation call by call; its results are added to ``outcome``."""
+    answers = [partial(_calls, script=script, turn=turn) for turn in range(len(script.answers))]
+    moves = play(factory, row, seed, answers, outcome.parts)
     try:
-        with refuse_draws(name_of(factory)):
-            made: Any = environment_of(factory())
-            outcome.results.append(_copy(check_reset(made, made.reset(dict(row), seed))))
-        yield "reset"
-        done, outcome.where = False, "step"
-        for number, answer in enumerate(script.answers):
-            finish = script.finish if number == len(script.answers) - 1 else FinishReason.STOP
+        while outcome.where:
             with refuse_draws(name_of(factory)):
-                step = check_step(made, made.step(*_arguments(made, answer, finish, number)))
-            outcome.results.append(_copy((list(step.messages), step.reward, step.done, dict(step.metrics))))
-            outcome.results.append(_copy(list(getattr(step, "token_ids", ()))))
-            done = bool(step.done)
-            yield "step"
-            if done:
-                break
-        outcome.where = "reward"
-        if not done:
-            with refuse_draws(name_of(factory)):
-                score = getattr(made, "reward", lambda: None)()
-                check_figures(score, {})
-                outcome.results.append(score)
-        outcome.where = "close"
-        with refuse_draws(name_of(factory)):
-            made.close()
+                outcome.where = next(moves, "")
+            yield
     except (Exception, SystemExit) as raised:  # noqa: BLE001  an error of user code is a finding
         outcome.raised = raised
 
 
-def _arguments(made: Environment | TokenEnvironment, answer: Any, finish: FinishReason, turn: int) -> tuple[Any, ...]:
+def _calls(made: Environment | TokenEnvironment, script: Script, turn: int) -> Calls:
+    answer, is_last = script.answers[turn], turn == len(script.answers) - 1
+    finish = script.finish if is_last else FinishReason.STOP
     if not isinstance(made, Environment):
-        return tuple(answer), finish
-    if isinstance(answer, Action):
-        return (answer,)
-    return (Action(text=str(answer), finish=finish, turn=turn),)
+        return [(tuple(answer), finish)]
+    return [(answer if isinstance(answer, Action) else Action(text=str(answer), finish=finish, turn=turn),)]
 
 
 def _scripts(made: Environment | TokenEnvironment, answers: Sequence[Any]) -> Iterator[Script]:
@@ -272,25 +243,15 @@ def _ship(factory: Callable[[], Any], outcome: ScriptResult, *, words: bool) -> 
         yield _finding_of("environment_ships", "a class or function that can be pickled by cloudpickle", raised, cure)
         return
     try:
-        plain(outcome.results)
+        plain([part._replace(calls=()) for part in outcome.parts])
     except TypeError as raised:
         cure = f"return {'messages' if words else 'token ids'} of plain values: numbers, lists and mappings"
         yield _finding_of("environment_ships", "plain values", raised, cure)
 
 
-def _copy(value: Any) -> Any:
-    """Copy a value, with arrays and tensors as lists."""
-    if isinstance(value, Mapping):
-        return {key: _copy(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_copy(item) for item in value]
-    return value.tolist() if isinstance(value, (np.generic, np.ndarray, torch.Tensor)) else value
-
-
-def _differs(check: str, outcome: ScriptResult, other: ScriptResult, cure: str) -> Finding:
-    pairs = zip(outcome.results, other.results, strict=False)
-    place = next((pair for pair in pairs if repr(pair[0]) != repr(pair[1])), (len(outcome.results), len(other.results)))
-    return _finding(check, f"the same, {place[0]!r:.200}", f"{place[1]!r:.200}", cure)
+def _differs(check: str, apart: tuple[str, object, object], cure: str) -> Finding:
+    kind, ours, theirs = apart
+    return _finding(check, f"the same {kind}, {ours!r:.200}", f"{theirs!r:.200}", cure)
 
 
 def _generators(error: GeneratorError) -> Finding:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from lightning_rl.rewards import Reward, RewardCall
 from lightning_rl.rewards.submitted import return_alone
-from lightning_rl.samples import Rows
-from lightning_rl.testing.properties.reward_rows import rows_valued_otherwise
+from lightning_rl.rewards.values import InvalidRewardError, values_of
+from lightning_rl.testing.properties.reward_repeats import RepeatedCall, repeat_call
 from lightning_rl.testing.shrinking import PropertyError, smallest
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.naming import name_of
@@ -58,48 +58,36 @@ def check_reward(
         raise PropertyError(f"reward {name_of(reward)}", finding, [str(row) for row in rows], MEANINGS[finding.check])
 
 
-def _edits(reward: Reward, rows: Rows) -> list[str]:
-    given = rows.copy()
-    return_alone(name_of(reward), reward, given)
-    return rows.edits(given)
-
-
 def _findings(reward: Reward, rows: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """Yield findings about broken properties until one makes the next checks meaningless."""
-    columns, number = {name: [row[name] for row in rows] for name in rows[0]}, len(rows)
+    columns, every = {name: [row[name] for row in rows] for name in rows[0]}, range(len(rows))
     prompts, completions = columns.pop("prompt"), columns.pop("completion")
     ids = [[ord(letter) for letter in completion] for completion in completions]
     call = RewardCall("reward", ids, (), 0.0, prompts, completions, columns, reward)
-    given = call.rows.copy()
+    orders = [every, every[::-1], *([row] for row in every)]  # in-place sorting changes one of the first two
+    repeated, observed = RepeatedCall(), ""
     try:
-        values: Any = return_alone(name_of(reward), reward, given)
-        backward = call.rows.select(range(number)[::-1])  # in-place sorting changes one of the two orders
-        edits = [*call.rows.edits(given), *_edits(reward, backward)]
-    except Exception as raised:  # noqa: BLE001  an error of user code is a finding
+        call = call._replace(values=values_of(return_alone(call.name, reward, call.rows.copy()), len(rows)))
+        repeated = repeat_call(call, orders, lambda: reward)
+    except InvalidRewardError as error:
+        observed = str(error).partition(", got ")[2]
+    except (Exception, SystemExit) as raised:  # noqa: BLE001  an error of user code is a finding
         cure = "return None where it does not apply"
         yield _finding("reward_accepts", "values", f"{type(raised).__name__}: {raised}", cure)
         return
-    if edits:
+    if repeated.edited:
         yield _finding("reward_inputs", "lists as they were", "edits of its arguments", "work on copies")
-    listed = list(values) if hasattr(values, "__iter__") else []
-    if len(listed) != number or not all(map(_is_value, listed)):
+    if any(value is not None and not math.isfinite(value) for value in call.values):
+        observed = f"{call.values!r}"
+    if observed:
         cure = "return one float or None for each completion, never NaN"
-        yield _finding("reward_values", f"{number} finite numbers or None", f"{values!r}", cure)
-        return
-    call = call._replace(values=[None if value is None else float(value) for value in listed])
-    if rows_valued_otherwise(call, range(number)):
+        yield _finding("reward_values", f"{len(rows)} finite numbers or None", observed, cure)
+    elif repeated.rows and not repeated.repeats:
         yield _finding("reward_repeats", "the same values again", "others", "seed or drop its random numbers")
-    for order in (range(number)[::-1], *([row] for row in range(number))) if number > 1 else ():
-        if rows_valued_otherwise(call, order):
-            observed, cure = f"another one among rows {list(order)}", "score each row from its own arguments only"
-            yield _finding("reward_order", "the same value for a completion", observed, cure)
-
-
-def _is_value(value: Any) -> bool:
-    try:
-        return value is None or math.isfinite(float(value))
-    except (TypeError, ValueError):
-        return False
+    elif repeated.rows:
+        observed = f"others for rows {list(repeated.rows)} with fewer rows, or in another order"
+        cure = "score each row from its own arguments only"
+        yield _finding("reward_order", "the same value for a completion", observed, cure)
 
 
 def _finding(name: str, expected: str, observed: str, cure: str) -> Finding:

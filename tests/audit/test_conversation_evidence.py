@@ -14,10 +14,11 @@ from lightning_rl.audit import CHECKS
 from lightning_rl.audit.conversation_evidence import AuditedConversation, judged_otherwise
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.facts import RunFacts
+from lightning_rl.environments import ConversationLimits
 from lightning_rl.generation import Completion, Request
 from lightning_rl.rollout import segments_of
 
-FACTS = RunFacts(max_turns=3, max_turn_tokens=4, max_new_tokens=10, max_length=20)
+FACTS = RunFacts(limits=ConversationLimits(turns=3, turn_tokens=4, length=20), max_new_tokens=10)
 
 
 def asked(*turns: tuple[int, int, int]) -> list[tuple[Request, Completion]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from kit.chats import CLOSE, VOCABULARY, Partner, chat_tokenizer, look, read_calls
@@ -16,11 +16,12 @@ from typing_extensions import override
 from lightning_rl import FakeEngine, FinishReason, SamplingParams
 from lightning_rl.audit import CHECKS, environment_repeats
 from lightning_rl.audit.conversation_evidence import AuditedConversation
-from lightning_rl.audit.environment_repeats import Replay, replay_of
+from lightning_rl.audit.environment_repeats import replay_of
 from lightning_rl.data import Prompt
 from lightning_rl.environments import (
     Action,
     ConversationLimits,
+    Message,
     StepResult,
     TokenStep,
     ToolEnvironment,
@@ -29,6 +30,8 @@ from lightning_rl.environments import (
 from lightning_rl.environments.run_environments import Environments
 from lightning_rl.generation import Request, request_seed
 from lightning_rl.samples import Trajectory
+from lightning_rl.testing.properties.comparisons import Skip
+from lightning_rl.utils.finding import Finding
 
 SAMPLING = SamplingParams(max_new_tokens=12, eos_token_ids=CLOSE)
 SAID = ("red one", "look", "two ? green", "blue red")
@@ -80,11 +83,10 @@ def replay(
     factory: Callable[[], Any],
     change: Callable[[list[AuditedConversation]], list[AuditedConversation]] = list,
     **options: Any,
-) -> Replay | str:
-    """Return the replay of conversations with an environment, or the reason why there is none."""
+) -> list[Finding] | Skip:
+    """Return the findings about conversations repeated with an environment, or the reason why there are none."""
     made = environments(factory, **options)
-    said = replay_of(made, "environment", change(conversations_with(made)))
-    return said.reason or said
+    return replay_of(made, "environment", change(conversations_with(made)))
 
 
 class Scored(Partner):
@@ -135,14 +137,11 @@ def tools() -> ToolEnvironment:
 
 @pytest.mark.parametrize("factory", [Partner, Scored, Echo])
 def test_environments_that_are_one_conversations_own_say_the_same_again(factory: Any) -> None:
-    said = replay(factory)
-    assert isinstance(said, Replay) and (said.moving, said.others) == ("", [])
-    assert (said.environment, sorted(said.samples)) == (factory.__name__, [0, 1, 2, 3])
+    assert replay(factory) == []
 
 
 def test_tools_say_the_same_again_call_by_call() -> None:
-    said = replay(tools, tool_parser=read_calls)
-    assert isinstance(said, Replay) and (said.moving, said.others) == ("", [])
+    assert replay(tools, tool_parser=read_calls) == []
 
 
 def exchange(field: str) -> Callable[[list[AuditedConversation]], list[AuditedConversation]]:
@@ -176,9 +175,9 @@ def exchange(field: str) -> Callable[[list[AuditedConversation]], list[AuditedCo
     ],
 )
 def test_conversations_that_were_recorded_otherwise_are_found(factory: Any, change: Any, slip: str) -> None:
-    said = replay(factory, change)
-    assert isinstance(said, Replay) and not said.moving
-    assert slip in {what for _, what in said.others}
+    (found,) = cast(list[Finding], replay(factory, change))
+    assert found.culprit.startswith("stage generate") and f"the conversation of {factory.__name__}" in found.expected
+    assert slip in found.observed and set(found.samples) <= {0, 1, 2, 3}
 
 
 def test_nothing_is_said_of_what_reaches_out_or_opts_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +185,7 @@ def test_nothing_is_said_of_what_reaches_out_or_opts_out(tmp_path: Path, monkeyp
     made = environments(Writing)
     conversations = conversations_with(made)
     Path("log").write_text("of the run")
-    reason = replay_of(made, "environment", conversations).reason
+    reason = cast(Skip, replay_of(made, "environment", conversations)).why
     assert "accesses something outside of its process (open)" in reason and reason.endswith(
         "test it with lightning_rl.testing.check_environment"
     )
@@ -215,23 +214,26 @@ def test_an_environment_that_ends_the_program_is_skipped_with_the_reason() -> No
 
 def test_what_a_factory_keeps_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[str]()
-    assert isinstance(replay(lambda: (made.append("one"), Partner())[1]), Replay)
+    assert replay(lambda: (made.append("one"), Partner())[1]) == []
     assert len(made) == 4, "one for each conversation of the run"
     monkeypatch.setattr(environment_repeats, "MAX_SECONDS", -1.0)
     assert "more than -1 s" in str(replay(Partner))
 
 
-def judge(*replays: Replay) -> list[str]:
-    evidence = replace(evidence_of(), replays=replays)
-    return [f"{finding.culprit}: {finding.observed}" for finding in CHECKS["environment_replays"](evidence)]
+class Counting(Partner):
+    """Counts the conversations of its class in its first message."""
+
+    begun = 0
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
+        type(self).begun += 1
+        return [{"role": "user", "content": f"say {'one ' * type(self).begun}?"}]
 
 
-def test_who_is_named() -> None:
-    assert judge(Replay("Shop", samples=[1, 2])) == []
-    assert judge(Replay("Shop", samples=[1, 2], moving="rewards")) == [
-        "environment Shop: other rewards when it is repeated"
-    ]
-    (found,) = judge(Replay("Shop", samples=[1, 2], others=[(1, "messages"), (2, "reward")]))
-    assert found.startswith("stage generate") and found.endswith("others in 2 of 2: messages, reward")
-    evidence = replace(evidence_of(), replays=[Replay("Shop", "it is too slow")])
-    assert CHECKS["environment_replays"].judge(evidence).skipped == {"environment_replays": "it is too slow"}
+def test_an_environment_that_changes_when_it_is_repeated_is_the_culprit_and_the_check_reports_it() -> None:
+    replays = [*cast(list[Finding], replay(Counting)), Skip("it is too slow")]
+    verdict = CHECKS["environment_replays"].judge(replace(evidence_of(), replays=replays))
+    (found,) = verdict.findings
+    assert (found.culprit, found.observed) == ("environment Counting", "other words when it is repeated")
+    assert verdict.skipped == {"environment_replays": "it is too slow"}

@@ -122,7 +122,7 @@ def test_the_kl_of_a_policy_that_is_sure_of_every_token_is_judged_by_the_other_p
         gradient=sure,
         masks=(),
         logged={"kl/rollout": [Stat.of(values, rows.valid_tokens).moments]},
-        figures={"kl/rollout": (population(kl_values(rows, sure)["kl/rollout"][rows.valid_tokens]).moments, "mean")},
+        figures={"kl/rollout": population(kl_values(rows, sure)["kl/rollout"][rows.valid_tokens])},
     )
     evidence = Evidence(algorithm=an_algorithm(), facts=RunFacts(), rollout=rows, groups=rows, rows=rows, step=step)
     assert [finding.culprit for finding in CHECKS["logged_metrics"](evidence)] == alarms

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 
 from faults.patches import change_rows
 from lightning_rl import GAE, PromptDataModule, RLCallback, Rollout
-from lightning_rl.audit.overrides import name_of_callback
+from lightning_rl.audit.live import name_of_callback
 
 STEPS: dict[str, Any] = {"minibatches_per_rollout": 2, "epochs_per_rollout": 1}
 SMALL: dict[str, Any] = {"max_tokens_per_microbatch": 24}

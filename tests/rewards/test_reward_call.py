@@ -16,7 +16,7 @@ from transformers import TrainerState
 from lightning_rl import PromptDataModule
 from lightning_rl.rewards import ExactMatch, SubprocessReward
 from lightning_rl.rewards.scoring import may_read
-from lightning_rl.testing.properties.reward_rows import rows_valued_otherwise
+from lightning_rl.testing import PropertyError, check_reward
 
 CHAT = [{"role": "user", "content": "a b"}]
 
@@ -243,10 +243,11 @@ def test_functions_written_for_trl_run_unchanged_in_a_fit(chat: bool) -> None:
     assert all(row["reward/sometimes"] == 1.0 and row["reward/failed"] == 0.0 for row in figures.rows)
 
 
-def test_a_reward_that_exits_when_called_with_fewer_rows_gives_other_values() -> None:
+def test_a_reward_that_exits_when_called_with_fewer_rows_is_named() -> None:
     def exits(prompts: Any, completions: Any, **_: Any) -> list[float]:
         if len(prompts) < 2:
             raise SystemExit
         return [1.0] * len(prompts)
 
-    assert rows_valued_otherwise(scores(exits).calls[0], [1]) == [1]
+    with pytest.raises(PropertyError, match="reward_accepts"):
+        check_reward(exits)

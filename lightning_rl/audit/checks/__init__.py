@@ -5,7 +5,6 @@ from lightning_rl.audit.checks import (
     correction_checks,
     definition_checks,
     draw_checks,
-    evaluation_checks,
     logprob_checks,
     parent_checks,
     return_checks,
@@ -46,7 +45,6 @@ CHECKS: dict[str, Check[Evidence]] = checks_in(
     hyperparameter_checks,
     parent_checks,
     metric_checks,
-    evaluation_checks,
     step_checks,
 )
 """All checks by name, in the order of the stages of a rollout."""

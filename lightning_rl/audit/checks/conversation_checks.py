@@ -3,16 +3,16 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import isclose
+from math import inf, isclose
 
 import torch
 from torch import Tensor
 
 from lightning_rl.audit.checks.reward_checks import samples_of_calls
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.sampling_statistics import Pair
 from lightning_rl.corrections import REWARDS
+from lightning_rl.environments import ConversationLimits
 from lightning_rl.environments.outcome import REWARD_COLUMNS
 from lightning_rl.generation import request_seed, turn_seed
 from lightning_rl.rollout import TOKEN, TURN_REWARDS, segments_of, turn_numbers
@@ -156,23 +156,24 @@ def turn_limits(evidence: Evidence) -> Iterator[Finding]:
 
     Environment tokens count for the context only. No conversation exceeds its number of turns.
     """
-    facts, wrong = evidence.facts, defaultdict[str, list[int]](list)
-    if not facts.max_turns:
+    limits, wrong = evidence.facts.limits, defaultdict[str, list[int]](list)
+    if limits is None:
         return
     for sample, turns in evidence.turns.items():
-        if len(turns) > facts.max_turns:
-            wrong[f"at most {facts.max_turns} turns of a conversation"].append(sample)
-        elif any(request.sampling.max_new_tokens != room for (request, _), room in _rooms(turns, facts)):
+        rooms = _rooms(turns, evidence.facts.max_new_tokens, limits)
+        if len(turns) > limits.turns:
+            wrong[f"at most {limits.turns} turns of a conversation"].append(sample)
+        elif any(request.sampling.max_new_tokens != room for (request, _), room in rooms):
             wrong["requests for what is left of the tokens of each conversation, turn and context"].append(sample)
     for expected, samples in wrong.items():
         yield Finding(expected=expected, observed=f"others in {len(samples)} conversations", samples=samples[:4])
 
 
-def _rooms(turns: Sequence[Pair], facts: RunFacts) -> Iterator[tuple[Pair, int]]:
-    """Yield each turn with the number of tokens that it may draw."""
-    left = facts.max_new_tokens
+def _rooms(turns: Sequence[Pair], left: int, limits: ConversationLimits) -> Iterator[tuple[Pair, float]]:
+    """Yield each turn with the number of tokens that it may draw, of those that are left of all turns."""
     for request, completion in turns:
-        yield (request, completion), min(left, facts.max_turn_tokens, facts.max_length - len(request.prefix_ids))
+        length = (limits.length or inf) - len(request.prefix_ids)
+        yield (request, completion), min(left, limits.turn_tokens or inf, length)
         left -= len(completion.token_ids)
 
 
@@ -191,31 +192,12 @@ def told_rewards(evidence: Evidence) -> Iterator[Finding]:
     cure="create one environment per conversation without shared state, with random numbers from the seed of reset; "
     "if intended: replayable = False",
 )
-def environment_replays(evidence: Evidence) -> Iterator[Finding | Skip]:
+def environment_replays(evidence: Evidence) -> Sequence[Finding | Skip]:
     """Messages of an environment depend only on row, seed and answers.
 
     Repeated conversations equal the recorded ones, alone and interleaved with others.
     """
-    for replay in evidence.replays:
-        if replay.reason:
-            yield Skip(replay.reason)
-        elif replay.moving:
-            yield Finding(
-                culprit=f"environment {replay.environment}",
-                expected="the same conversation for a row, a seed and answers, independent of others",
-                observed=f"other {replay.moving} when it is repeated",
-                samples=replay.samples[:4],
-            )
-        elif replay.others:
-            kinds = dict.fromkeys(what for _, what in replay.others)
-            yield Finding(
-                culprit="stage generate, the turns of conversations and their calls of tools, rows and seeds",
-                expected=f"the conversation of {replay.environment} for this row, seed and answers",
-                observed=f"others in {len(replay.others)} of {len(replay.samples)}: {', '.join(kinds)}",
-                cure="pass to every environment the row and seed of its sample, each answer once and in order, and "
-                "join each tool result to its call",
-                samples=[sample for sample, _ in replay.others][:4],
-            )
+    return evidence.replays
 
 
 @check(

@@ -1,5 +1,6 @@
-"""Checks of estimators on made-up rewards: published formulas, two ranks, ties and constants."""
+"""Checks of estimators on made-up rewards: published formulas, two ranks, ties and constants; ``pass@k``."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -28,6 +29,7 @@ from lightning_rl.advantages import (
 )
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.distributed.threaded_ranks import ThreadedRanks
+from lightning_rl.evaluation.tally import COLUMNS, Tally
 from lightning_rl.testing.properties.check import check
 from lightning_rl.testing.properties.comparisons import Skip, differences
 from lightning_rl.utils.finding import Finding
@@ -251,3 +253,20 @@ def advantage_ranks(evidence: Evidence) -> Iterator[Finding | Skip]:
 def _share(estimator: Estimator, signal: RewardSignal, rows: Tensor, global_sum: Any) -> Tensor:
     part = {name: tensor[rows] for name, tensor in signal.tensors()}
     return estimator(replace(signal, **part, global_sum=global_sum)).advantages
+
+
+@check(expected="the share of solved draws among all draws of k samples", cure="1 - C(n - c, k) / C(n, k)")
+def evaluation_figures(evidence: Evidence) -> Iterator[Finding]:
+    """``pass@k`` of an evaluation is its unbiased estimator, for every number of solved samples."""
+    for name, samples, pass_at in evidence.facts.evaluations:
+        tally, numbers = Tally(samples + 1, ()), range(samples + 1)
+        rows = [[samples, samples, 0, samples, solved, *[0] * (len(COLUMNS) - 5)] for solved in numbers]
+        tally.update(torch.arange(samples + 1), torch.tensor(rows, dtype=torch.float64))
+        figures = tally.figures(pass_at=pass_at, samples=samples, votes=False)
+        for k in pass_at:
+            exact = 1 - sum(math.comb(samples - solved, k) for solved in numbers) / math.comb(samples, k) / (
+                samples + 1
+            )
+            if not math.isclose(figures[f"pass@{k}"], exact, rel_tol=1e-9):
+                observed = f"{figures[f'pass@{k}']:.4g} instead of {exact:.4g} on average over all numbers"
+                yield Finding(culprit=f"pass@{k} of evaluation {name}", observed=observed)

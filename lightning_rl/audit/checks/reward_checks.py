@@ -140,20 +140,12 @@ def _samples_of_others(evidence: Evidence, call: RewardCall, samples: Sequence[i
 
 
 @check(expected="the same value for a completion in every batch", cure="score each row independently")
-def reward_order(evidence: Evidence) -> Iterator[Finding | Skip]:
+def reward_order(evidence: Evidence) -> Sequence[Finding | Skip]:
     """The reward of a completion does not depend on the other rows of a call or their order.
 
     A copy of the function is called again if it is deterministic and quick.
     """
-    for reply in evidence.replies:
-        if reply.reason or not reply.repeats:
-            yield Skip(reply.reason or f"reward {reply.name} is not repeatable")
-        elif reply.rows:
-            yield Finding(
-                culprit=f"reward {reply.name}",
-                observed=f"other values for rows {list(reply.rows[:4])} of a call with fewer rows, in reverse order",
-                samples=reply.samples[:4],
-            )
+    return _replies(evidence, "reward_order")
 
 
 @check(
@@ -161,33 +153,26 @@ def reward_order(evidence: Evidence) -> Iterator[Finding | Skip]:
     observed="other values after a call about other rows",
     cure="keep no state that depends on rows between calls, or declare it: reward.remembers = True",
 )
-def reward_memory(evidence: Evidence) -> Iterator[Finding | Skip]:
+def reward_memory(evidence: Evidence) -> Sequence[Finding | Skip]:
     """The reward of a completion does not depend on the rows of earlier calls.
 
     Two copies of the function with different earlier calls return the same value. So a memo is keyed by every argument
     that counts: the completion, its prompt and its columns.
     """
-    for reply in evidence.replies:
-        if reply.reason:
-            yield Skip(reply.reason)
-        elif reply.remembers is None:
-            yield Skip(f"reward {reply.name} is not repeatable, or remembers on purpose")
-        elif reply.remembers:
-            yield Finding(culprit=f"reward {reply.name}", samples=reply.samples[:4])
+    return _replies(evidence, "reward_memory")
 
 
 @check(
     expected="unmodified arguments",
     cure="edit copies: the edits change what is scored",
 )
-def reward_inputs(evidence: Evidence) -> Iterator[Finding | Skip]:
+def reward_inputs(evidence: Evidence) -> Sequence[Finding | Skip]:
     """A reward does not edit its arguments."""
-    for reply in evidence.replies:
-        if reply.reason:
-            yield Skip(reply.reason)
-        elif reply.edited:
-            observed = f"edits of {', '.join(reply.edited)}"
-            yield Finding(culprit=f"reward {reply.name}", observed=observed, samples=reply.samples[:4])
+    return _replies(evidence, "reward_inputs")
+
+
+def _replies(evidence: Evidence, check: str) -> list[Finding | Skip]:
+    return [reply[check] for reply in evidence.replies if check in reply]
 
 
 def samples_of_calls(batches: Batches, calls: Sequence[RewardCall]) -> list[list[int]]:

@@ -9,7 +9,6 @@ from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.optimizer_rules import Move, moves_by_rule
 from lightning_rl.audit.parameter_tracer import ParameterTrace
 from lightning_rl.audit.step_evidence import StepEvidence
-from lightning_rl.corrections import Stat
 from lightning_rl.testing.properties.check import check
 from lightning_rl.testing.properties.comparisons import Skip, differences, rounding
 from lightning_rl.testing.properties.definitions import figure_of, is_figure
@@ -404,7 +403,7 @@ def logged_metrics(evidence: Evidence) -> Iterator[Finding | Skip]:
         return
     samples, culprit, wrong = evidence.rollout.sample_ids[:2].tolist(), step.blamed.get("metrics"), set[str]()
     largest = _largest_logprob(step)
-    for name, stat in _stats(step.figures).items():
+    for name, stat in step.figures.items():
         if name not in step.logged or not float(stat.moments[0]):
             continue
         count, figure = figure_of(step.logged[name], stat.reduction)
@@ -421,7 +420,7 @@ def logged_metrics(evidence: Evidence) -> Iterator[Finding | Skip]:
         yield Finding(culprit=culprit or f"metric {name}", expected=expected, observed=observed, samples=samples)
     if not step.row_figures:
         yield Skip("no row was logged with this step, or it spans ranks or steps that were not audited")
-    for name, stat in _stats(step.row_figures).items():
+    for name, stat in step.row_figures.items():
         for place, row in step.row.items():
             if name in row and name not in wrong and not is_figure(row[name], stat, largest):
                 yield Finding(
@@ -438,7 +437,3 @@ def _largest_logprob(step: StepEvidence) -> float:
     policies = (step.outputs.logprobs, rows.rollout_logprobs, rows.old_logprobs, rows.ref_logprobs)
     sizes = [one[rows.valid_tokens].abs() for one in policies if one is not None]
     return float(torch.cat(sizes).nan_to_num(0.0).max()) if rows.valid_tokens.any() else 0.0
-
-
-def _stats(figures: Mapping[str, tuple[Tensor, str]]) -> dict[str, Stat]:
-    return {name: Stat(moments, reduction) for name, (moments, reduction) in figures.items()}  # pyrefly: ignore[bad-argument-type]

@@ -1,0 +1,95 @@
+"""Conversations with an environment, repeated with the same answers: alone, or interleaved with others."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lightning_rl.environments import Environment
+from lightning_rl.environments.environment import check_figures
+from lightning_rl.environments.messages import REWRITTEN
+from lightning_rl.environments.validation import check_reset, check_step, environment_of
+from lightning_rl.testing.properties.reward_repeats import same_value
+from lightning_rl.utils.mutation_guard import copy_plain
+
+REWRITES = -1  # precedes the token ids of a rewritten context
+Calls = Sequence[tuple[Any, ...]]
+Answer = Callable[[Any], Calls]
+"""Function from an environment to the arguments of its calls of ``step``, several if each tool call is run alone."""
+
+
+class Part(NamedTuple):
+    """Result of a reset, of the steps of an answer, or of a final reward, in new containers.
+
+    Attributes:
+        words: Messages or token ids; None for a final reward.
+        reward: Reward, or None.
+        done: True if the conversation ended.
+        metrics: Metrics.
+        calls: Arguments of the calls of ``step``.
+    """
+
+    words: list[Any] | None
+    reward: float | None = None
+    done: bool = False
+    metrics: Mapping[str, Any] = {}
+    calls: Calls = ()
+
+
+def play(
+    factory: Callable[[], Any], row: Mapping[str, Any], seed: int, answers: Iterable[Answer], parts: list[Part]
+) -> Iterator[str]:
+    """Run one conversation and append the result of each call to ``parts``; yield the name of each call before it."""
+    yield "reset"
+    made: Any = environment_of(factory())
+    parts.append(Part(plain_copy(check_reset(made, made.reset(copy_plain(dict(row)), seed)))))
+    for answer in answers:
+        if parts[-1].done:
+            break
+        yield "step"
+        parts.append(_reply(made, answer(made)))
+    if not parts[-1].done and callable(reward := getattr(made, "reward", None)):
+        yield "reward"
+        parts.append(Part(None, reward()))
+        check_figures(parts[-1].reward, {})
+    yield "close"
+    made.close()
+
+
+def _reply(made: Any, calls: Calls) -> Part:
+    """Return the reply of an environment to an answer."""
+    steps: list[Any] = [check_step(made, made.step(*arguments)) for arguments in calls]
+    last, rewards = steps[-1], [step.reward for step in steps if step.reward is not None]
+    if isinstance(made, Environment):
+        words = [message for step in steps for message in step.messages]
+        words += [{**message, REWRITTEN: True} for step in steps for message in step.rewritten]
+    else:
+        words = [REWRITES, *last.rewritten] if last.rewritten else last.token_ids
+    metrics = {name: value for step in steps for name, value in step.metrics.items()}
+    return Part(plain_copy(words), sum(rewards) if rewards else None, bool(last.done), plain_copy(metrics), calls)
+
+
+def difference(
+    ours: Sequence[Part], theirs: Sequence[Part], *, metrics: bool = False
+) -> tuple[str, object, object] | None:
+    """Return the kind of the first value that differs between two runs of a conversation, and both values."""
+    for mine, yours in zip(ours, theirs, strict=False):
+        if repr(mine.words) != repr(yours.words):
+            return "words", mine.words, yours.words
+        if not same_value(mine.reward, yours.reward):
+            return "rewards", mine.reward, yours.reward
+        if mine.done != yours.done:
+            return "ends", mine.done, yours.done
+        if metrics and repr(mine.metrics) != repr(yours.metrics):
+            return "metrics", mine.metrics, yours.metrics
+    return None if len(ours) == len(theirs) else ("ends", f"{len(ours)} parts", f"{len(theirs)} parts")
+
+
+def plain_copy(value: Any) -> Any:
+    """Copy a value into new lists and dicts, with arrays and tensors as lists."""
+    if isinstance(value, Mapping):
+        return {key: plain_copy(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_copy(item) for item in value]
+    return value.tolist() if isinstance(value, (np.generic, np.ndarray, torch.Tensor)) else value
