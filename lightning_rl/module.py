@@ -493,6 +493,7 @@ class RLLightningModule(LightningModule):
         bitwise = self.models.options.bitwise and not self.options.max_staleness
         self.run.needs = needs(self.algorithm, steps_per_rollout=self.steps_per_rollout, rollout_as_old=bitwise)
         if stage == "fit":
+            setup_checks.warn_of_broken_properties(self.algorithm)
             self.options.rewards.check_weights()
             self.evaluator.limit_validation(self.trainer, self.data_module)
             known, validates = not logs_itself(self.trainer, self), bool(self.trainer.limit_val_batches)
