@@ -138,6 +138,16 @@ def test_nothing_changes(capsys: pytest.CaptureFixture[str]) -> None:
     assert loss.calls == 0 and global_states() == before and capsys.readouterr() == ("", "")
 
 
+def test_defaults_of_arguments_are_copied() -> None:
+    seen: list[LossView] = []
+
+    def remembering(view: LossView, seen: list[LossView] = seen) -> Tensor:
+        seen.append(view)
+        return wrong_way(view)
+
+    assert "loss_direction" in found(loss=remembering) and seen == []
+
+
 def running_mean() -> Any:
     seen = [0.0]
 

@@ -1,6 +1,6 @@
 """Copies of losses, estimators and corrections that share no state, so that repeated calls do not affect the run.
 
-Values, tensors, generators and modules of torch are copied at any depth, and so are closures and referenced globals of
+Values, tensors, generators and modules of torch are copied at any depth, and so are closures, defaults and named globals of
 user functions, and the attributes of an object's user classes. Language models and modules with hooks, engines,
 trainers, tokenizers and Python modules are shared, and locks are replaced by new ones. Code that holds anything else
 that cannot be copied, such as an open file, is never called again.
@@ -216,10 +216,12 @@ class _Copier:
         if id(function) not in self._functions:
             code, scope = function.__code__, dict(function.__globals__)
             cells = tuple(CellType() for _ in function.__closure__ or ())
-            twin = FunctionType(code, scope, function.__name__, function.__defaults__, cells)
-            twin.__kwdefaults__, twin.__dict__ = function.__kwdefaults__, dict(function.__dict__)
+            twin = FunctionType(code, scope, function.__name__, None, cells)
+            twin.__dict__ = dict(function.__dict__)
             twin.__annotations__ = function.__annotations__
             self._functions[id(function)] = twin
+            twin.__defaults__ = tuple(map(self._value, function.__defaults__ or ()))
+            twin.__kwdefaults__ = {name: self._value(value) for name, value in (function.__kwdefaults__ or {}).items()}
             scope |= {name: self._value(scope[name]) for name in code.co_names if name in scope}
             for name, cell, original in zip(code.co_freevars, cells, function.__closure__ or (), strict=True):
                 value = original.cell_contents  # of __class__ it is the class from which super() goes on
