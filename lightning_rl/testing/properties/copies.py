@@ -1,9 +1,9 @@
 """Copies of losses, estimators and corrections that share no state, so that repeated calls do not affect the run.
 
-Values, tensors, generators and modules of torch are copied at any depth, and so are closures, defaults and named globals of
-user functions, and the attributes of an object's user classes. Language models and modules with hooks, engines,
-trainers, tokenizers and Python modules are shared, and locks are replaced by new ones. Code that holds anything else
-that cannot be copied, such as an open file, is never called again.
+Values, tensors, generators and modules of torch are copied at any depth, and so are closures, defaults and referenced
+globals of user functions, and the attributes of an object's user classes. Language models and modules with hooks,
+engines, trainers, tokenizers and Python modules are shared, and locks are replaced by new ones. Code that holds
+anything else that cannot be copied, such as an open file, is never called again.
 """
 
 import copy
