@@ -16,12 +16,13 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_rl.advantages import ESTIMATORS, resolve_advantages
+from lightning_rl.algorithm import Algorithm
 from lightning_rl.checkpointing.optimizer_options import (
     ConfiguredOptimizer,
     describe_optimizer,
@@ -40,6 +41,7 @@ from lightning_rl.policy.build import build_tokenizer
 from lightning_rl.rewards import Rewards
 from lightning_rl.serialization import import_by_name
 from lightning_rl.signal.reductions import REDUCTIONS, resolve_reduction
+from lightning_rl.testing.properties.fixed_batch import ROWS, broken_properties
 from lightning_rl.utils.arguments import check_counts, check_numbers, check_signature
 from lightning_rl.utils.naming import check_hooks, name_of
 from lightning_rl.utils.places import MODULE, check_place
@@ -175,6 +177,13 @@ def _check_length(builder: Callable[[Optimizer], LRScheduler], optimizer: Optimi
             f"the schedule of lr_scheduler= ends after {end} optimizer steps, where the learning rate is 0, and the "
             f"fit has {int(steps)}: give the schedule the number of steps of the fit"
         )
+
+
+@rank_zero_only
+def warn_of_broken_properties(algorithm: Algorithm) -> None:
+    """Warn of each property that the algorithm of a run does not have on a fixed batch."""
+    for finding in broken_properties(algorithm, algorithm.corrections.callbacks):
+        rank_zero_warn(f"on a fixed batch of {len(ROWS)} rows, {finding}")
 
 
 def resolve_options(**given: Any) -> Options:

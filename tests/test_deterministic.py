@@ -17,7 +17,7 @@ from lightning_rl.generation import Request
 from lightning_rl.losses import LOSSES
 from lightning_rl.policy import Outputs
 from lightning_rl.policy.plan import plan_of_rows
-from lightning_rl.testing.random_batches import Row, rollout_of_rows
+from lightning_rl.testing.properties.rows import Row, rollout_of_rows
 from lightning_rl.update import accumulate_gradient, from_table
 
 

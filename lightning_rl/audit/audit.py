@@ -32,7 +32,7 @@ from lightning_rl.audit.conversation_evidence import (
 )
 from lightning_rl.audit.environment_repeats import ReplayWatch
 from lightning_rl.audit.evaluation_watch import EvaluationWatch
-from lightning_rl.audit.evidence import Evidence, recompute_step, repeatable
+from lightning_rl.audit.evidence import Evidence, recompute_step
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import (
     fixed_scores,
@@ -67,7 +67,7 @@ from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.step_metrics import StepMetrics
 from lightning_rl.testing.properties.check import Check, judge
-from lightning_rl.testing.properties.copies import CopyError, numbers_of
+from lightning_rl.testing.properties.copies import CopyError, numbers_of, repeatable
 from lightning_rl.testing.properties.subsample import some_groups, some_rows
 from lightning_rl.utils.arguments import check_choices, check_counts
 from lightning_rl.utils.finding import Finding

@@ -1,6 +1,6 @@
 """Evidence that checks inspect, and stages of the run repeated on changed copies of a few rows."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_rl.algorithm import Algorithm
 from lightning_rl.audit.facts import RunFacts
 from lightning_rl.audit.forwards import PlainForward
 from lightning_rl.audit.prompt_watch import HeldOut, Repeats
@@ -17,11 +16,8 @@ from lightning_rl.audit.sampling_statistics import Draw, Earlier, Repeat, odds_o
 from lightning_rl.audit.step_evidence import RecomputedStep, StepEvidence
 from lightning_rl.audit.turn_boundaries import Written
 from lightning_rl.corrections import (
-    CONTRIBUTIONS,
     OUTPUTS,
     REWARDS,
-    ReplayCorrections,
-    RLCallback,
 )
 from lightning_rl.generation import Completion, Request
 from lightning_rl.policy import Outputs
@@ -29,35 +25,10 @@ from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import TURN_REWARDS, Rollout
 from lightning_rl.testing.properties.case import AlgorithmCase
 from lightning_rl.testing.properties.comparisons import Skip, reads_parameters
-from lightning_rl.testing.properties.copies import CopyError, copy_or_refuse
+from lightning_rl.testing.properties.copies import CopyError
 from lightning_rl.testing.properties.definitions import shaped_parts
 from lightning_rl.update import loss_view
 from lightning_rl.utils.finding import Finding
-
-
-def repeatable(algorithm: Algorithm, callbacks: Iterable[RLCallback]) -> Algorithm:
-    """Return an algorithm with copied state, without observing corrections and without collectives.
-
-    A part whose state cannot be copied raises
-    :class:`~lightning_rl.testing.properties.copies.CopyError` when it is called.
-    """
-    repeated = [copy_or_refuse(callback, callback.contributes) for callback in callbacks if _follows_rows(callback)]
-    prepare = ["prepare"] if algorithm.loss.prepares else []
-    return algorithm.replace(
-        loss=copy_or_refuse(algorithm.loss, ["__call__", "metrics", *prepare]),
-        advantages=copy_or_refuse(algorithm.advantages, ["__call__"]),
-        corrections=ReplayCorrections(repeated).alone(),
-    )
-
-
-def _follows_rows(callback: RLCallback) -> bool:
-    """Return True if a correction contributes values that depend only on its rows."""
-    watches = any(CONTRIBUTIONS[method].when == "watch" for method in callback.contributes)
-    return (
-        callback.affects
-        or "metrics" in callback.contributes
-        or ("rollout_metrics" in callback.contributes and not watches)
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.audit.evidence import Evidence, repeatable
+from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.live import LiveRun
 from lightning_rl.corrections import OUTPUTS, RLCallback
 from lightning_rl.policy import Outputs
@@ -17,6 +17,7 @@ from lightning_rl.rollout import Rollout
 from lightning_rl.testing.properties import PROPERTIES
 from lightning_rl.testing.properties.case import AlgorithmCase
 from lightning_rl.testing.properties.check import run_checks
+from lightning_rl.testing.properties.copies import repeatable
 from lightning_rl.testing.properties.subsample import some_groups, some_rows
 from lightning_rl.utils.atomic_write import write_atomically
 from lightning_rl.utils.finding import Finding

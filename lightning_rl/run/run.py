@@ -41,6 +41,7 @@ from lightning_rl.rollouts.progress import Progress
 from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.rollouts.step_log import StepLog
 from lightning_rl.run_checks import check_run, needed_extras, run_names
+from lightning_rl.setup_checks import warn_of_broken_properties
 from lightning_rl.utils.seeding import seed_everything
 from lightning_rl.utils.template_date import TODAY, writes_date
 from lightning_rl.utils.trainer import callbacks_of, log_folder
@@ -138,6 +139,7 @@ class Run:
         check_run(options, corrections, parallel, prompts_per_rollout=prompts)
         bitwise = self.models.options.bitwise and not options.max_staleness
         if data is not None and fits:
+            warn_of_broken_properties(algorithm)
             options.rewards.check_weights()
             self.evaluator.limit_validation(trainer, data)
             known, validates = not logs_itself(trainer, trainer.lightning_module), bool(trainer.limit_val_batches)

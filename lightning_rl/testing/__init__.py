@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_rl.testing.environments import check_environment
-    from lightning_rl.testing.random_batches import Row, rollout_of_rows
+    from lightning_rl.testing.properties.rows import Row, rollout_of_rows
     from lightning_rl.testing.rewards import check_reward
     from lightning_rl.testing.shrinking import PropertyError
     from lightning_rl.testing.signals import check_advantage, check_callback, check_loss
 
 EXPORTS = {
     "environments": "check_environment",
-    "random_batches": "Row rollout_of_rows",
+    "properties.rows": "Row rollout_of_rows",
     "rewards": "check_reward",
     "shrinking": "PropertyError",
     "signals": "check_advantage check_callback check_loss",

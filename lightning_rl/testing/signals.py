@@ -8,17 +8,17 @@ from torch import Tensor
 
 from lightning_rl.advantages import DrGRPO, Estimator, RawReward, ReinforcePlusPlus, RowFunction, resolve_advantages
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.corrections import TOKEN_REWARDS, Corrections, LossView, RLCallback
+from lightning_rl.corrections import TOKEN_REWARDS, LossView, RLCallback
 from lightning_rl.corrections.recorded import ReplayCorrections
 from lightning_rl.losses import ClippedSurrogate, PolicyLoss, resolve_loss
-from lightning_rl.rollout import Rollout
 from lightning_rl.signal.reductions import token_mean
 from lightning_rl.testing.probes import FURTHER, MEANINGS
 from lightning_rl.testing.properties import PROPERTIES
 from lightning_rl.testing.properties.case import AlgorithmCase
 from lightning_rl.testing.properties.check import run_checks
+from lightning_rl.testing.properties.rows import Row, add_fields_of, rollout_of_rows
 from lightning_rl.testing.properties.subsample import some_groups, some_rows
-from lightning_rl.testing.random_batches import Row, batches, rollout_of_rows
+from lightning_rl.testing.random_batches import batches
 from lightning_rl.testing.shrinking import PropertyError, smallest
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.naming import name_of
@@ -107,15 +107,9 @@ def check_callback(callback: RLCallback) -> None:
     _check(f"callback {callback.name}", algorithm, CALLBACK)
 
 
-def _add_fields_of(rollout: Rollout, callbacks: Sequence[RLCallback]) -> Rollout:
-    """Add the fields that corrections provide and the rollout lacks."""
-    known = {f"{field}/{key}" for field in ("extras", "token_extras") for key in getattr(rollout, field)}
-    return Corrections([one for one in callbacks if set(one.provides) - known]).provide(rollout)
-
-
 def _check(what: str, algorithm: Algorithm, names: Sequence[str]) -> None:
     def look(example: tuple[tuple[Row, ...], int], wanted: str | None) -> list[Finding]:
-        rollout = _add_fields_of(rollout_of_rows(*example), algorithm.corrections.callbacks)
+        rollout = add_fields_of(rollout_of_rows(*example), algorithm.corrections.callbacks)
         groups = some_groups(rollout, 0)
         case = AlgorithmCase(algorithm=algorithm, rollout=rollout, groups=groups, rows=some_rows(groups, 0))
         for name in names if wanted is None else [wanted]:

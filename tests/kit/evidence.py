@@ -6,8 +6,9 @@ from torch import Tensor
 from kit.support import an_algorithm
 from lightning_rl import RLCallback, Rollout
 from lightning_rl.audit import CHECKS
-from lightning_rl.audit.evidence import Evidence, repeatable
+from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.facts import RunFacts
+from lightning_rl.testing.properties.copies import repeatable
 
 LENGTHS = (3, 1, 2, 4, 2, 5, 3, 1, 4)
 REWARDS = (1.0, 0.0, 3.0, 2.0, 2.5, 0.5, -1.0, 4.0, 1.5)

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_rl.cli.doctor.findings import error, fact, paragraph, warning
 from lightning_rl.cli.doctor.memory_checks import memory
-from lightning_rl.cli.doctor.recipe_checks import batches, bridges, eos, kernels, prompts, tokenizer, versions
+from lightning_rl.cli.doctor.recipe_checks import QUICK, bridges, eos, kernels, prompts, tokenizer
 from lightning_rl.cli.doctor.sample_checks import draw_samples, engine_logprobs, first_texts, rewards, truncation
 from lightning_rl.cli.output import say
 from lightning_rl.cli.recipes import Recipe, load_recipe, run_until_fit, starts_itself
@@ -73,7 +73,7 @@ def examine(
             if tell is not None:
                 tell(finding)
 
-    for check in (versions, batches):
+    for check in QUICK:
         add(check(recipe))
     if any(finding.severity == "error" for finding in findings):
         add([warning("setup", "skipped, because of the errors above", "fix these first")])

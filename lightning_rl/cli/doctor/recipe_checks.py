@@ -11,6 +11,7 @@ from transformers.utils.hub import cached_file
 
 from lightning_rl.cli.doctor.findings import error, fact, warning
 from lightning_rl.cli.recipes import Recipe
+from lightning_rl.corrections import RLCallback
 from lightning_rl.data.prompt_checks import is_chat, prompt_findings
 from lightning_rl.data.row_schema import CONTINUES, TOOLS
 from lightning_rl.distributed import FSDP2Strategy
@@ -19,9 +20,11 @@ from lightning_rl.module import RLLightningModule
 from lightning_rl.policy.text_model import modules_behind
 from lightning_rl.run.prompts import wrong_eos
 from lightning_rl.run_checks import size_cure
+from lightning_rl.testing.properties.fixed_batch import broken_properties
 from lightning_rl.utils.decoding import hidden_tokens
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.template_date import TODAY, writes_date
+from lightning_rl.utils.trainer import callbacks_of
 
 EXAMPLES = 256  # prompts
 PRINTED = ("torch", "lightning", "transformers")
@@ -85,6 +88,18 @@ def batches(recipe: Recipe) -> Iterator[Finding]:
         if isinstance(limit, int) and limit > 0 and limit % steps:  # wastes samples
             observed = f"{name}={limit} ends within a rollout of {steps} optimizer steps"
             yield warning("batches", observed, f"{name}={limit // steps * steps or steps}")
+
+
+def algorithm(recipe: Recipe) -> Iterator[Finding]:
+    """Check the properties of loss, estimator and corrections on a fixed batch."""
+    corrections = [callback for callback in callbacks_of(recipe.trainer) if isinstance(callback, RLCallback)]
+    for broken in broken_properties(recipe.module.algorithm, corrections):
+        observed = f"{broken.check}: {broken.culprit}: expected {broken.expected}, observed {broken.observed}"
+        yield error("algorithm", observed, broken.cure)
+
+
+QUICK = (versions, batches, algorithm)
+"""Checks of a recipe that need no policy."""
 
 
 def tokenizer(module: RLLightningModule) -> Iterator[Finding]:

@@ -52,6 +52,10 @@ class Check(Generic[CaseT]):
         """Return the violations, including exceptions of stages on changed copies."""
         return self.judge(case).findings
 
+    def violations(self, case: CaseT) -> list[Finding]:
+        """Return the violations; raise the exceptions of stages."""
+        return [self._complete(part, case) for part in self.function(case) if isinstance(part, Finding)]
+
     def judge(self, case: CaseT) -> Verdict:
         """Return the violations, and the reasons for skipping."""
         if case.is_empty:

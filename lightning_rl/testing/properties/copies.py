@@ -1,9 +1,9 @@
 """Copies of losses, estimators and corrections that share no state, so that repeated calls do not affect the run.
 
-Values, tensors, generators and modules of torch are copied at any depth, and so are closures and referenced globals of
-user functions, and the attributes of an object's user classes. Language models and modules with hooks, engines,
-trainers, tokenizers and Python modules are shared, and locks are replaced by new ones. Code that holds anything else
-that cannot be copied, such as an open file, is never called again.
+Values, tensors, generators and modules of torch are copied at any depth, and so are closures, defaults and referenced
+globals of user functions, and the attributes of an object's user classes. Language models and modules with hooks,
+engines, trainers, tokenizers and Python modules are shared, and locks are replaced by new ones. Code that holds
+anything else that cannot be copied, such as an open file, is never called again.
 """
 
 import copy
@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
-from lightning_rl.corrections import RLCallback
+from lightning_rl.algorithm import Algorithm
+from lightning_rl.corrections import CONTRIBUTIONS, ReplayCorrections, RLCallback
 from lightning_rl.distributed import Collectives
 from lightning_rl.generation import Engine
 from lightning_rl.policy import PolicyModel
@@ -33,7 +34,8 @@ from lightning_rl.utils.naming import name_of
 
 Thing = TypeVar("Thing")
 
-LIVE = (PreTrainedModel, PolicyModel, LightningModule, Trainer, LightningDataModule, Engine, ExpertReplay)
+OF_THE_RUN = (LightningModule, Trainer, LightningDataModule)
+LIVE = (PreTrainedModel, PolicyModel, *OF_THE_RUN, Engine, ExpertReplay)
 SHARED = (type, ModuleType, BuiltinFunctionType, Collectives, PreTrainedTokenizerBase, *LIVE)
 LOCKS: Mapping[type, Callable[[], Any]] = {type(lock()): lock for lock in (threading.Lock, threading.RLock)}
 STATELESS = {"lightning_rl", "torch", "lightning", "transformers", "numpy", *sys.stdlib_module_names}
@@ -44,32 +46,56 @@ class CopyError(Exception):
     """Code of the run cannot be called again, because its state cannot be copied; the message names both."""
 
 
-def copy_state(thing: Thing) -> Thing:
+def copy_state(thing: Thing, *, allows: tuple[type, ...] = (object,)) -> Thing:
     """Return a copy that shares no state.
 
     Raises:
-        CopyError: If the object holds something that cannot be copied.
+        CopyError: If the object holds something that cannot be copied, or a model or lock not of the allowed types.
     """
     try:
-        return cast(Thing, _Copier().copy_object(thing))
+        return cast(Thing, _Copier(allows).copy_object(thing))
     except Exception as error:  # pickling runs code of the object
         raise CopyError(f"{name_of(thing)} holds state that cannot be copied ({error})") from error
 
 
 def copy_apart(thing: Any) -> Any:
     """Return a copy that shares no state, or None if the object holds a model or cannot be copied."""
-    copier = _Copier()
     try:
-        twin = copier.copy_object(thing)
-    except Exception:  # noqa: BLE001  pickling runs code of the object
+        return copy_state(thing, allows=())
+    except CopyError:
         return None
-    return None if copier.shares else twin
 
 
-def copy_or_refuse(thing: Thing, methods: Iterable[str]) -> Thing:
+def repeatable(algorithm: Algorithm, callbacks: Iterable[RLCallback], *, models: bool = True) -> Algorithm:
+    """Return an algorithm with copied state, without observing corrections and without collectives.
+
+    A part whose state cannot be copied, or that holds a model without ``models``, raises :class:`CopyError` if called.
+    """
+    allows = (object,) if models else OF_THE_RUN  # methods that Lightning attaches to callbacks hold the module
+    followers = [callback for callback in callbacks if _follows_rows(callback)]
+    repeated = [copy_or_refuse(callback, callback.contributes, allows) for callback in followers]
+    prepare = ["prepare"] if algorithm.loss.prepares else []
+    return algorithm.replace(
+        loss=copy_or_refuse(algorithm.loss, ["__call__", "metrics", *prepare], allows),
+        advantages=copy_or_refuse(algorithm.advantages, ["__call__"], allows),
+        corrections=ReplayCorrections(repeated).alone(),
+    )
+
+
+def _follows_rows(callback: RLCallback) -> bool:
+    """Return True if a correction contributes values that depend only on its rows."""
+    watches = any(CONTRIBUTIONS[method].when == "watch" for method in callback.contributes)
+    return (
+        callback.affects
+        or "metrics" in callback.contributes
+        or ("rollout_metrics" in callback.contributes and not watches)
+    )
+
+
+def copy_or_refuse(thing: Thing, methods: Iterable[str], allows: tuple[type, ...]) -> Thing:
     """Return a copy that shares no state; if there is none, a stand-in whose ``methods`` raise :class:`CopyError`."""
     try:
-        return copy_state(thing)
+        return copy_state(thing, allows=allows)
     except CopyError as error:
         message = str(error)
 
@@ -131,9 +157,9 @@ def _is_stateless(module: str | None) -> bool:
 class _Copier:
     """Copies objects with pickle; objects that pickle cannot copy are handled separately."""
 
-    def __init__(self) -> None:
+    def __init__(self, allows: tuple[type, ...]) -> None:
         self.around = list[Any]()
-        self.shares = False  # True once there is an object that is shared or may be large
+        self._allows = allows
         self._functions = dict[int, FunctionType]()
         self._classes = dict[int, type]()
 
@@ -164,7 +190,7 @@ class _Copier:
 
     def put_around(self, thing: Any) -> int | None:
         """Return a number for an object that bypasses pickle; None for other objects."""
-        self.shares |= isinstance(thing, (nn.Module, *LIVE, *LOCKS))
+        self._refuse(thing)
         if not isinstance(thing, (*SHARED, *LOCKS, Tensor, torch.Generator, FunctionType)):
             return None
         self.around.append(thing)
@@ -190,10 +216,12 @@ class _Copier:
         if id(function) not in self._functions:
             code, scope = function.__code__, dict(function.__globals__)
             cells = tuple(CellType() for _ in function.__closure__ or ())
-            twin = FunctionType(code, scope, function.__name__, function.__defaults__, cells)
-            twin.__kwdefaults__, twin.__dict__ = function.__kwdefaults__, dict(function.__dict__)
+            twin = FunctionType(code, scope, function.__name__, None, cells)
+            twin.__dict__ = dict(function.__dict__)
             twin.__annotations__ = function.__annotations__
             self._functions[id(function)] = twin
+            twin.__defaults__ = tuple(map(self._value, function.__defaults__ or ()))
+            twin.__kwdefaults__ = {name: self._value(value) for name, value in (function.__kwdefaults__ or {}).items()}
             scope |= {name: self._value(scope[name]) for name in code.co_names if name in scope}
             for name, cell, original in zip(code.co_freevars, cells, function.__closure__ or (), strict=True):
                 value = original.cell_contents  # of __class__ it is the class from which super() goes on
@@ -204,9 +232,13 @@ class _Copier:
         if id(value) in self._classes:
             return self._classes[id(value)]
         if isinstance(value, SHARED):
-            self.shares |= isinstance(value, LIVE)
+            self._refuse(value)
             return value
         return self.copy(value)
+
+    def _refuse(self, thing: Any) -> None:
+        if isinstance(thing, (nn.Module, *LIVE, *LOCKS)) and not isinstance(thing, self._allows):
+            raise CopyError(f"it holds a {name_of(type(thing))}")
 
 
 class _Pickler(pickle.Pickler):

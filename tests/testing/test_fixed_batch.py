@@ -1,0 +1,227 @@
+"""Checks at setup: a broken property is a warning with its name, other algorithms have none, and nothing changes."""
+
+import random
+import sys
+import threading
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from faults.parts import (
+    DetachedKL,
+    Repelling,
+    TokenwiseOPSM,
+    by_position,
+    mean_minus_score,
+    over_everyone,
+    over_the_batch,
+    without_gradient,
+    wrong_way,
+)
+from kit.support import a_trainer, an_algorithm, differing, fit, tiny_module, tiny_prompts
+from properties.exports import (
+    ESTIMATOR_EXAMPLES,
+    LOSS_EXAMPLES,
+    REDUCTION_EXAMPLES,
+    correction_examples,
+    quick,
+    quick_corrections,
+)
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_rl import DrGRPO, Estimator, LossView, ReinforcePlusPlus, RLCallback, setup_checks
+from lightning_rl.advantages import resolve_advantages
+from lightning_rl.audit import SignalAudit
+from lightning_rl.callbacks import AdaptiveKL, NoEOSMask, ReferenceKL
+from lightning_rl.cli.doctor.command import examine
+from lightning_rl.cli.recipes import Recipe
+from lightning_rl.corrections import TOKEN_REWARDS
+from lightning_rl.losses import resolve_loss
+from lightning_rl.reporting.summary import RolloutSummary
+from lightning_rl.testing.properties.fixed_batch import broken_properties
+
+
+def surrogate(view: LossView) -> Tensor:
+    return -(view.logprobs - view.require("old_logprobs")).exp() * view.require("advantages")
+
+
+def over_all_columns(view: LossView) -> Tensor:
+    """A loss whose mean counts padding."""
+    return surrogate(view) - surrogate(view).mean()
+
+
+def found(*callbacks: RLCallback, advantages: Any = "grpo", loss: Any = "ppo", **options: Any) -> dict[str, str]:
+    algorithm = an_algorithm(advantages=resolve_advantages(advantages), loss=resolve_loss(loss), **options)
+    return {finding.check: finding.culprit for finding in broken_properties(algorithm, callbacks)}
+
+
+FAULTS: dict[str, tuple[str, dict[str, Any], tuple[RLCallback, ...]]] = {
+    "a loss that ignores its mask": ("partition", {"loss": over_all_columns}, ()),
+    "a loss that pushes the wrong way": ("loss_direction", {"loss": wrong_way}, ()),
+    "a loss without a gradient": ("gradient_liveness", {"loss": without_gradient}, ()),
+    "an estimator over other groups": ("group_isolation", {"advantages": over_the_batch}, ()),
+    "an estimator over rows without a reward": ("excluded_rows", {"advantages": over_everyone}, ()),
+    "an estimator of the wrong sign": ("advantage_direction", {"advantages": mean_minus_score}, ()),
+    "an estimator by position": ("row_order", {"advantages": by_position}, ()),
+    "a decision over a sequence for each token": ("sequence_decisions", {}, (TokenwiseOPSM(0.05),)),
+    "a term without a gradient": ("gradient_liveness", {}, (DetachedKL(0.1, as_loss=True),)),
+    "a term that repels": ("distances_pull_back", {}, (Repelling(0.1, as_loss=True),)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_property_is_found(fault: str) -> None:
+    name, options, callbacks = FAULTS[fault]
+    assert name in found(*callbacks, **options)
+
+
+def legal(correction: RLCallback) -> Estimator:
+    return ReinforcePlusPlus() if correction.contributes & {*TOKEN_REWARDS} else DrGRPO()
+
+
+@pytest.mark.parametrize("estimator", quick(ESTIMATOR_EXAMPLES))
+def test_no_estimator_of_the_library_has_a_finding(estimator: str) -> None:
+    assert found(advantages=ESTIMATOR_EXAMPLES[estimator]) == {}
+
+
+@pytest.mark.parametrize("loss", quick(LOSS_EXAMPLES))
+def test_no_loss_of_the_library_has_a_finding(loss: str) -> None:
+    for reduction in REDUCTION_EXAMPLES.values():
+        assert found(loss=LOSS_EXAMPLES[loss], reduction=reduction) == {}
+
+
+@pytest.mark.parametrize("number", quick_corrections())
+def test_no_correction_of_the_library_has_a_finding(number: int) -> None:
+    correction = correction_examples()[number]
+    assert found(correction, advantages=legal(correction)) == {}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("loss", LOSS_EXAMPLES)
+def test_no_loss_with_an_estimator_or_correction_has_a_finding(loss: str) -> None:
+    for estimator in ESTIMATOR_EXAMPLES.values():
+        assert found(advantages=estimator, loss=LOSS_EXAMPLES[loss]) == {}, estimator.name
+    for correction in correction_examples():
+        assert found(correction, advantages=legal(correction), loss=LOSS_EXAMPLES[loss]) == {}, correction.name
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("estimator", ESTIMATOR_EXAMPLES)
+def test_no_correction_with_an_estimator_has_a_finding(estimator: str) -> None:
+    for correction in correction_examples():
+        assert found(correction, advantages=ESTIMATOR_EXAMPLES[estimator]) == {}, correction.name
+
+
+class Counting:
+    """A loss of the wrong sign that counts its calls, draws from every generator and prints."""
+
+    def __init__(self, *held: object) -> None:
+        self.calls, self.held = torch.zeros(()), held
+
+    def __call__(self, view: LossView) -> Tensor:
+        """Count a call."""
+        self.calls += 1
+        sys.stdout.write(f"{torch.rand(())} {random.random()} {np.random.rand()}")
+        return wrong_way(view)
+
+
+def global_states() -> tuple[object, ...]:
+    return random.getstate(), str(np.random.get_state()), torch.default_generator.get_state().tolist()
+
+
+def test_nothing_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    loss, before = Counting(), global_states()
+    assert "loss_direction" in found(loss=loss)
+    assert loss.calls == 0 and global_states() == before and capsys.readouterr() == ("", "")
+
+
+def test_defaults_of_arguments_are_copied() -> None:
+    seen: list[LossView] = []
+
+    def remembering(view: LossView, seen: list[LossView] = seen) -> Tensor:
+        seen.append(view)
+        return wrong_way(view)
+
+    assert "loss_direction" in found(loss=remembering) and seen == []
+
+
+def running_mean() -> Any:
+    seen = [0.0]
+
+    def estimate(scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
+        seen[0] = 0.9 * seen[0] + 0.1 * float(scores[rewarded].mean())
+        return torch.where(rewarded, scores - seen[0], 0.0)
+
+    return estimate
+
+
+class Growing(RLCallback):
+    """A weight of the wrong sign that grows with every call."""
+
+    name = "growing"
+
+    def __init__(self) -> None:
+        self.weight = 0.0
+
+    @override
+    def token_weight(self, view: LossView) -> Tensor:
+        self.weight -= 1.0
+        return torch.full_like(view.logprobs.detach(), self.weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "callbacks"),
+    [
+        ({"loss": Counting(nn.Linear(1, 1))}, ()),
+        ({"loss": Counting(threading.Lock())}, ()),
+        ({"loss": lambda view: view.token_extras["mine"] * wrong_way(view)}, ()),
+        ({"advantages": running_mean()}, ()),
+        ({"loss": wrong_way}, (Growing(),)),
+    ],
+    ids=["holds a model", "holds a lock", "reads a field of the run", "an estimator with state", "a weight with state"],
+)
+def test_what_cannot_be_evaluated_is_left_out(options: dict[str, Any], callbacks: tuple[RLCallback, ...]) -> None:
+    assert found(*callbacks, **options) == {}
+
+
+def test_a_fault_is_found_beside_a_part_that_cannot_be_evaluated() -> None:
+    assert found(advantages=over_the_batch, loss=Counting(nn.Linear(1, 1))).keys() >= {"group_isolation"}
+
+
+def test_a_fit_warns_and_trains_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = [tiny_module(loss=wrong_way) for _ in range(2)]
+    text = "on a fixed batch of 12 rows, loss_direction: loss wrong_way: expected a gradient of the sign of minus"
+    with pytest.warns(UserWarning, match=text) as warned:
+        fit(
+            modules[0],
+            callbacks=[NoEOSMask(), AdaptiveKL(as_loss=True), RolloutSummary(), SignalAudit(checks=["partition"])],
+            max_steps=2,
+        )
+    assert sum(text in str(one.message) for one in warned) == 1
+    monkeypatch.setattr(setup_checks, "warn_of_broken_properties", lambda _: None)
+    fit(
+        modules[1],
+        callbacks=[NoEOSMask(), AdaptiveKL(as_loss=True), RolloutSummary(), SignalAudit(checks=["partition"])],
+        max_steps=2,
+    )
+    assert not differing(*modules)
+
+
+def test_an_evaluation_and_a_run_without_faults_warn_of_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "on a fixed batch")
+        fit(tiny_module(), callbacks=[NoEOSMask(), ReferenceKL(0.1, as_loss=True)], max_steps=1)
+        a_trainer().validate(tiny_module(loss=wrong_way), tiny_prompts(validation=[[2, 3]]), verbose=False)
+
+
+def test_the_doctor_reports_an_error() -> None:
+    recipe = Recipe(a_trainer([DetachedKL(0.1, as_loss=True)]), tiny_module(), tiny_prompts())
+    errors = [finding for finding in examine(recipe, prompts=1, limit=9.0, quick=True) if finding.severity == "error"]
+    assert [one.check for one in errors] == ["algorithm"]
+    assert errors[0].observed.startswith(
+        "gradient_liveness: callback reference_kl.loss_term: expected a term with a gr"
+    )
+    assert "without detach()" in errors[0].cure
