@@ -534,7 +534,9 @@ FIGURES: Mapping[str, Callable[[], Dots]] = {
 
 def by_example(name: str) -> Dots:
     """Draw the first example of a correction without an entry in :data:`FIGURES`, by its first contribution."""
-    example = next(one for one in EXAMPLES if type(one).__name__ == name)
+    example = next((one for one in EXAMPLES if type(one).__name__ == name), None)
+    if example is None:
+        raise SystemExit(f"expected a class of an example in tests/properties/corrections.py, got {name}")
     if example.contributes & {"sequence_mask", "token_mask", "token_weight"}:
         return by_factor(example)
     if rows := [method for method in CONTRIBUTIONS if method in example.contributes and method in OF_ROWS]:

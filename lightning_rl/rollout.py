@@ -262,12 +262,13 @@ class Rollout:
         return (self.finish == FinishReason.ABORT) | (self.finish == FinishReason.FAILED)
 
     def require(self, name: str) -> Tensor:
-        """Return the value of a field that a callback or loss needs.
+        """Return the value of a field that a callback or loss needs, or of an entry such as ``"token_extras/teacher"``.
 
         Raises:
             ValueError: If the value is None.
         """
-        value = getattr(self, name)
+        stem, _, key = name.partition("/")
+        value = getattr(self, stem).get(key) if key else getattr(self, stem)
         if value is None:
             raise ValueError(
                 f'expected the rollout field "{name}" to be set, got None: add its name to the attribute "reads" of '

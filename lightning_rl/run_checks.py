@@ -30,7 +30,7 @@ from lightning_rl.options import Options
 from lightning_rl.policy import ModelOptions
 from lightning_rl.policy.attention import choose_attention, hardware_of
 from lightning_rl.policy.liger import has_liger
-from lightning_rl.rollout import GREEDY_SCORE, SAMPLING_MASK, SUM_PI_SQUARED, TOP_LOGPROBS, Rollout
+from lightning_rl.rollout import GREEDY_SCORE, ROUTES, SAMPLING_MASK, SUM_PI_SQUARED, TOP_LOGPROBS, Rollout
 from lightning_rl.signal.reductions import token_mean
 
 Problems = Iterator[str]
@@ -371,7 +371,8 @@ def _extras_problems(readers: Mapping[str, Sequence[str]], options: Options, cor
     """Yield entries of dict fields that nothing provides, or that two callbacks provide."""
     advantages, extras = options.advantages, options.engine.capabilities.extras
     providing = corrections.contributors("provide")
-    known = {f"{field}/{name}" for field in ("token_extras", "prompt_extras") for name in extras}
+    recorded = needed_extras(corrections, options.sampling).keys() & extras
+    known = {f"token_extras/{name}" for name in recorded} | {f"prompt_extras/{name}" for name in recorded & {ROUTES}}
     known |= {f"extras/{GREEDY_SCORE}"} if advantages.needs_greedy else set()
     known |= {f"token_extras/{SUM_PI_SQUARED}"} & set(advantages.reads)
     for callback in providing:
@@ -385,9 +386,12 @@ def _extras_problems(readers: Mapping[str, Sequence[str]], options: Options, cor
         return  # a callback without `provides` may provide any entry
     for field, who in readers.items():
         if "/" in field and not field.startswith("rewards_by_function/") and field not in known:
+            cure = "add a callback whose `provide` returns it"
+            if (name := field.partition("/")[2]) in extras:
+                cure = f'add `records = ("{name}",)` to {who[0]}, because the engine records it only for its readers'
             yield (
-                f'{who[0]} reads "{field}", but nothing provides it: add a callback whose `provide` returns it, or '
-                f"remove it from `reads`; provided: {sorted(known) or 'nothing'}"
+                f'{who[0]} reads "{field}", but nothing provides it: {cure}, or remove it from `reads`; provided: '
+                f"{sorted(known) or 'nothing'}"
             )
 
 

@@ -116,6 +116,7 @@ def test_a_new_part_goes_where_the_table_says() -> None:
         "engine",
         "reward",
         "field of a rollout",
+        "value of each token from an engine",
     ]
     for cell in (cell for row in rows for cell in row[1:]):
         links = [(ROOT / "docs" / path).resolve() for path in re.findall(r"\]\(([^)#]+)", cell)]

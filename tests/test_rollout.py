@@ -223,6 +223,13 @@ def test_concatenate_refuses_different_fields_and_names_them() -> None:
         concatenate([])
 
 
+def test_entries_of_dict_fields_are_required_by_field_and_name() -> None:
+    rollout = whole_rollout()
+    assert rollout.require("token_extras/teacher") is rollout.token_extras["teacher"]
+    with pytest.raises(ValueError, match=r'expected the rollout field "token_extras/other" to be set, got None'):
+        rollout.require("token_extras/other")
+
+
 def test_required_names_what_is_missing() -> None:
     rollout = whole_rollout()
     assert rollout.require("values") is rollout.values

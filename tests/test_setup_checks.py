@@ -123,7 +123,9 @@ def test_entries_of_dict_fields_may_be_read_if_somebody_provides_them_or_anythin
     reading = reader(early=("token_extras/teacher", "groups"))
     for providing in (provider("token_extras/teacher"), provider()):
         assert reads(reading, providing) == Needs(old_logprobs=True)
-    assert reads(reader(late=("token_extras/routed_experts",)), engine=TransformersEngine()) == Needs(old_logprobs=True)
+    recording = reader(late=("token_extras/routed_experts", "prompt_extras/routed_experts"))
+    recording.records = ("routed_experts",)
+    assert reads(recording, engine=TransformersEngine()) == Needs(old_logprobs=True)
     assert reads(reader(late=("extras/greedy_score",)), estimator="remax") == Needs(old_logprobs=True)
 
 
@@ -133,6 +135,13 @@ def test_reading_an_entry_that_nobody_provides_names_reader_entry_and_cure(field
     reading = reader(early=(field,)) if how == "early" else reader(late=(field,))
     with pytest.raises(ValueError, match=f'Reader reads "{field}", but nothing provides it: add a callback whose'):
         reads(reading, provider("extras/other"))
+
+
+@pytest.mark.parametrize("field", ["token_extras/routed_experts", "token_extras/top_ids"])
+def test_an_entry_that_the_engine_is_not_asked_to_record_names_what_to_add(field: str) -> None:
+    name = field.partition("/")[2]
+    with pytest.raises(ValueError, match=rf'nothing provides it: add `records = \("{name}",\)` to Reader, because'):
+        reads(reader(late=(field,)), engine=TransformersEngine())
 
 
 def test_two_who_provide_the_same_entry_are_refused_at_setup() -> None:
