@@ -51,16 +51,15 @@ from lightning_rl.policy.run_models import RunModels
 from lightning_rl.processes.timeouts import CLOCK
 from lightning_rl.rewards import Rewards, RewardSource
 from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.ahead import Ahead, remaining_steps, staleness
+from lightning_rl.rollouts.collector import Collector
 from lightning_rl.rollouts.estimate_signal import check_domains, estimate_signal, exclude_rows
 from lightning_rl.rollouts.failures import FOLDER
 from lightning_rl.rollouts.first_sample import first_sample
-from lightning_rl.rollouts.generator import RolloutGenerator, generates_concurrently
 from lightning_rl.rollouts.logprob_passes import add_logprobs, environment_logprob
 from lightning_rl.rollouts.memory_estimate import checkpointing_that_fits, token_budget
 from lightning_rl.rollouts.nonfinite import recording_nonfinite
-from lightning_rl.rollouts.prefetch import remaining_steps
 from lightning_rl.rollouts.progress import CurrentRollout
-from lightning_rl.rollouts.sample import Sampler, staleness
 from lightning_rl.rollouts.state import RunState, trainer_state
 from lightning_rl.rollouts.step_metrics import StepMetrics, begin_trace
 from lightning_rl.rollouts.zero_gradient import StopOnZeroGradient
@@ -214,7 +213,7 @@ class RLLightningModule(LightningModule):
         sources = {"policy": options.policy, "reference": options.reference, "critic": critic and critic.source}
         self.models = RunModels(sources=sources, temperature=options.sampling.temperature, options=options.model)
         self.policy: PolicyModel | None = None
-        self.fault_tolerance, self.run = FaultTolerance(), RunState()
+        self.fault_tolerance, self.run = FaultTolerance(), RunState(ahead=Ahead(options.engine, options.max_staleness))
         evaluations = evaluations_of(options.evaluation)
         self.evaluator = Evaluator(evaluations, seed=options.seed, has_environments=conversations is not None)
         self._parallel: Parallel | None = None
@@ -256,11 +255,8 @@ class RLLightningModule(LightningModule):
                 third rollout. Infinity if unknown.
         """
         number = step_index.rollout
-        generator = RolloutGenerator.of(self, number, end)
-        ahead = generator.sync()
-        samples = generator.generate(ahead)
-        self.show_sample(samples.trajectories, number)
-        groups = generator.reward(samples)
+        publish, show = partial(self.sync, number), self.show_sample
+        groups = self.collector.collect(number, self.data_module, end=end, publish=publish, show=show)
         self.sleep_engine()  # frees memory for the log-probability passes
         current, stats = self.finish_rollout(groups.rollout, number)
         stats = {**groups.stats, **stats, **self.data_module.stats()}
@@ -398,9 +394,33 @@ class RLLightningModule(LightningModule):
         return self.policy
 
     @property
-    def sampler(self) -> Sampler:
-        """Sampler that generates and scores samples, with the options of this run."""
-        return Sampler.of(self, None if self._trainer is None else trainer_state(self.trainer))
+    def collector(self) -> Collector:
+        """Collector that generates and scores samples, with the options of this run."""
+        options, run, parallel, policy = self.options, self.run, self.parallel, self.required_policy
+        return Collector(
+            engine=options.engine,
+            tokenizer=options.tokenizer,
+            rewards=options.rewards,
+            sampling=run.sampling,
+            group_size=options.group_size,
+            seed=options.seed,
+            corrections=run.corrections,
+            dtype=torch.promote_types(policy.model.dtype, torch.float32),
+            forward_context=parallel.strategy.precision_plugin.forward_context,
+            greedy_baseline=self.algorithm.advantages.needs_greedy,
+            collectives=parallel.collectives,
+            rank=parallel.rank,
+            device=parallel.strategy.root_device,
+            failed_folder=run.failed_folder,
+            trainer_state=None if self._trainer is None else trainer_state(self.trainer),
+            vocabulary=policy.vocabulary,
+            environments=run.environments,
+            needs_logprobs=run.needs.rollout_logprobs,
+            mismatch_every_n_rollouts=options.mismatch_every_n_rollouts,
+            ahead=run.ahead,
+            skipped=self.fault_tolerance.skip_rollouts,
+            phase=run.times.phase,
+        )
 
     # The module as an object of PyTorch and Lightning.
 
@@ -573,7 +593,7 @@ class RLLightningModule(LightningModule):
     @override
     def on_fit_start(self) -> None:
         """Restore the rollout of a checkpoint, or discard the state of an earlier fit."""
-        self.run.begin(self.parallel, self.data_module, self.models.options, self.options.max_staleness)
+        self.run.begin(self.parallel, self.data_module, self.models.options)
         if self.models.options.max_tokens_per_microbatch is None:
             self.run.use_default_budget(partial(token_budget, self))
         if self.models.options.activation_checkpointing is True:
@@ -603,10 +623,10 @@ class RLLightningModule(LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add every rank's current and prefetched rollouts, counters and unlogged metrics."""
+        """Add every rank's current rollout and those ahead, counters and unlogged metrics."""
         hurried = self.trainer.interrupted or bool(CLOCK.stopped_by)
-        if hurried or not generates_concurrently(self.options.engine, self.options.max_staleness):
-            self.run.prefetcher.drain(hurried=hurried)
+        if hurried or not self.run.ahead.concurrent:
+            self.run.ahead.drain(hurried=hurried)
         self.run.write_corrections(checkpoint.get("callbacks", {}))
         saved = checkpoint.pop(self.CHECKPOINT_HYPER_PARAMS_KEY, {})
         if further := {name: value for name, value in saved.items() if name not in self.options}:
@@ -662,7 +682,7 @@ class RLLightningModule(LightningModule):
         Waits for rollouts in progress first, unless the engine can receive weights while it generates.
         """
         if not (self.options.engine.capabilities.syncs_while_generating and version > self.options.engine.version):
-            self.run.prefetcher.drain()
+            self.run.ahead.drain()
         weight_sync = self.weight_sync
         if not (self.run.engine_started and self.options.engine.started):
             weight_sync.start(self.options.tokenizer)
@@ -696,7 +716,7 @@ class RLLightningModule(LightningModule):
         if self.options.engine.capabilities.concurrent:
             self.options.engine.close()  # cancels rollouts that will not be trained on
         workers = () if self.environment_workers is None else (self.environment_workers,)
-        for part in (self.run.prefetcher, self.evaluator, self.options.rewards, *workers):
+        for part in (self.run.ahead, self.evaluator, self.options.rewards, *workers):
             part.close()
         end_engine()
         self.run.engine_started = False
@@ -737,7 +757,7 @@ class RLLightningModule(LightningModule):
     @torch.no_grad()
     def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
         """Generate and score samples for a batch of prompts."""
-        self.evaluator.answer(batch, self.sampler)
+        self.evaluator.answer(batch, self.collector)
 
     test_step = validation_step
 
@@ -746,7 +766,7 @@ class RLLightningModule(LightningModule):
     @torch.no_grad()
     def predict_step(self, batch: EvaluationBatch, batch_idx: int) -> list[Record]:
         """Return a greedy completion of each prompt of the batch, on every rank."""
-        return self.evaluator.predict(batch, self.sampler)
+        return self.evaluator.predict(batch, self.collector)
 
     @override
     def on_validation_epoch_end(self) -> None:
@@ -796,7 +816,7 @@ class RLLightningModule(LightningModule):
         )
         self.sync(max(self.options.engine.version, 0))
         model = self.required_policy.model
-        answers = generate(prompts, samples=samples, sampling=chosen, sampler=self.sampler, model=model)
+        answers = generate(prompts, samples=samples, sampling=chosen, collector=self.collector, model=model)
         self.sleep_engine()
         return answers
 

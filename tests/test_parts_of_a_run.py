@@ -25,7 +25,7 @@ MODULE = [
     "options.rewards",
     "evaluator",
     "run",
-    "run.prefetcher",
+    "run.ahead",
 ]
 TRAINER = ["fault_tolerance", "parallel", "run.data"]
 STAGE = ["algorithm", "run.corrections", "run.needs", "run.environments", "run.configuration"]
@@ -123,5 +123,5 @@ def test_an_average_has_the_policy_built_before_the_setup_of_the_module() -> Non
     module = talking_module(engine=engine)
     train(module, averaging, parts)
     assert parts.built == [True]
-    assert averaging._average_model.module.sampler.engine is not engine  # noqa: SLF001
+    assert averaging._average_model.module.collector.engine is not engine  # noqa: SLF001
     assert engine.calls == ONCE and parts.seen[0]["policy"] is module.policy

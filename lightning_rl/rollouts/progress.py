@@ -10,7 +10,7 @@ from lightning_rl.data import Prompt, StepIndex
 from lightning_rl.policy import Plan
 from lightning_rl.policy.plan import divide_plan, plan_of_rows
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.prefetch import Pending, pending_from_state, state_of_pending
+from lightning_rl.rollouts.ahead import Pending, pending_from_state, state_of_pending
 from lightning_rl.utils.mutation_guard import EditError, Versions
 
 MaxOverRanks = Callable[[Sequence[int]], list[int]]

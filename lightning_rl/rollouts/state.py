@@ -26,8 +26,8 @@ from lightning_rl.metrics import MetricLog, PhaseTimes
 from lightning_rl.policy import FrozenModel, ModelOptions
 from lightning_rl.policy.memory import MAX_TOKENS
 from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.ahead import Ahead
 from lightning_rl.rollouts.lost_updates import LostUpdates
-from lightning_rl.rollouts.prefetch import Prefetcher
 from lightning_rl.rollouts.progress import CurrentRollout, MaxOverRanks, Progress, RunFailure
 from lightning_rl.update import StepGradient
 
@@ -50,7 +50,7 @@ class RunState:
         options: Options of the models of the fit.
         max_over_ranks: Element-wise maximum over the ranks of the fit.
         progress: State after the last optimizer step.
-        prefetcher: Rollouts that are generated ahead.
+        ahead: Rollouts that are generated ahead.
         metrics: Metrics that have not been logged yet.
         times: Seconds by phase.
         rollout_stats: Logged metrics of the current rollout.
@@ -76,7 +76,7 @@ class RunState:
     options: ModelOptions = ModelOptions()  # noqa: RUF009  frozen
     max_over_ranks: MaxOverRanks = list
     progress: Progress = field(default_factory=Progress)
-    prefetcher: Prefetcher = field(default_factory=Prefetcher)
+    ahead: Ahead = field(default_factory=Ahead)
     metrics: MetricLog = field(default_factory=MetricLog)
     times: PhaseTimes = field(default_factory=PhaseTimes)
     rollout_stats: dict[str, Stat] = field(default_factory=dict)
@@ -96,9 +96,9 @@ class RunState:
         number = step_index.rollout
         if step_index.step == 0:
             rank_zero_info(f"rollout {number} is skipped (skip_rollouts)")
-            if self.progress.current is None and number not in self.prefetcher:
+            if self.progress.current is None and number not in self.ahead:
                 self.data.take(self.data.prompts_per_rollout)
-            self.prefetcher.drop(number)
+            self.ahead.drop(number)
 
     def begin_rollout(
         self, current: CurrentRollout, index: int, stats: Mapping[str, Stat], logged: Mapping[str, Stat]
@@ -115,7 +115,7 @@ class RunState:
         self.rollout_figures = self.metrics.values_of({**self.rollout_stats, **logged, **row_counts(current.rollout)})
         self.metrics.add("rollout", self.rollout_stats)
         self.metrics.add("noted", logged)
-        self.prefetcher.drop(current.number)
+        self.ahead.drop(current.number)
         self.commit(
             index, replace(self.progress, current=current, discarded=None, corrections=self.corrections.states())
         )
@@ -141,7 +141,7 @@ class RunState:
         """
         self.stepping = False
         self.data.commit(index)
-        self.progress = replace(progress, prefetched=self.prefetcher.pending())
+        self.progress = replace(progress, prefetched=self.ahead.pending())
 
     @property
     def saved_progress(self) -> Progress:
@@ -258,14 +258,13 @@ class RunState:
         counters = Stat.numbers({"optim/skipped": self.progress.skipped, "rollout": number})
         self.metrics.add("counter", {name: stat.maximum() for name, stat in counters.items()})
 
-    def begin(self, parallel: Parallel, data: PromptDataModule, options: ModelOptions, max_staleness: int) -> None:
+    def begin(self, parallel: Parallel, data: PromptDataModule, options: ModelOptions) -> None:
         """Start a fit from the loaded checkpoint, or drop the rollout of an earlier fit.
 
         Args:
             parallel: Strategy of the run.
             data: Data module of the fit.
             options: Options of the models of the fit.
-            max_staleness: Maximum number of rollouts generated ahead.
 
         Raises:
             ValueError: If the checkpoint has more rollouts ahead.
@@ -280,21 +279,16 @@ class RunState:
         self.rollout_stats, self.rollout_figures, self.progress = {}, {}, Progress()
         self.unlogged_step, self.stepping = None, False
         self.lost_updates = LostUpdates()
-        self.prefetcher.close()
+        self.ahead.close()
         self.data, self.options = data, options
         self.max_over_ranks = partial(collectives.maximum, device=device)
         self.metrics, self.times = MetricLog(device, collectives), PhaseTimes(device)
         if loaded is not None:
-            if (ahead := len(loaded["prefetched"])) > max_staleness:
-                raise ValueError(
-                    f"expected a checkpoint with at most {max_staleness} rollouts in flight (max_staleness), got "
-                    f"{ahead}: resume with max_staleness={ahead}"
-                )
             self.metrics.load(loaded["metrics"])
             self.progress = Progress.from_state(loaded, device, packed=options.packing, at=data.at)
             if not self.changed_names <= OF_UPDATES:
                 self._discard_samples()
-            self.prefetcher.load(self.progress.prefetched)
+            self.ahead.load(self.progress.prefetched)
 
     def state(self, collectives: Collectives, reference: FrozenModel | None) -> dict[str, Any]:
         """Return the state of all ranks, in values that load under ``weights_only=True``. A collective."""
