@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -38,8 +39,7 @@ from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder, fused_ad
 from lightning_rl.policy import ModelOptions, PolicyModel
 from lightning_rl.policy.build import ModelSource, TokenizerSource
 from lightning_rl.rewards import Rewards, RewardSource
-from lightning_rl.rollouts.generator import RolloutGenerator
-from lightning_rl.rollouts.prefetch import remaining_steps
+from lightning_rl.rollouts.ahead import remaining_steps
 from lightning_rl.run.memory_estimate import fit_memory
 from lightning_rl.run.prompts import encode_prompts
 from lightning_rl.run.run import Run
@@ -270,15 +270,19 @@ class RLLightningModule(LightningModule):
             self.run.progress.skip_rollout(batch)
         elif self.run.progress.lacks_rollout(batch):
             end = (batch.index + remaining_steps(self.trainer, batch_idx)) / self.steps_per_rollout
-            self.make_rollout(batch, self.run.generator(batch.rollout, end))
+            self.make_rollout(batch, end)
 
-    def make_rollout(self, step_index: StepIndex, generator: RolloutGenerator) -> None:
-        """Sync the weights, generate and reward samples, and estimate their advantages; the rollout becomes current."""
+    def make_rollout(self, step_index: StepIndex, end: float) -> None:
+        """Sync the weights, generate and reward samples, and estimate their advantages; the rollout becomes current.
+
+        Args:
+            step_index: First optimizer step on the rollout.
+            end: Point at which the fit ends, counted in rollouts from the start of the run: 2.5 is the middle of the
+                third rollout. Infinity if unknown.
+        """
         run, number = self.run, step_index.rollout
-        ahead = generator.sync()
-        samples = generator.generate(ahead)
-        show_sample(run, samples.trajectories, number)
-        groups = generator.reward(samples)
+        publish, show = partial(run.sync, number), partial(show_sample, run)
+        groups = run.collector.collect(number, run.data, end=end, publish=publish, show=show)
         run.sleep_engine()  # frees memory for the log-probability passes
         current, stats = finish_rollout(run, groups.rollout, number)
         run.log.begin_rollout(current.rollout, {**groups.stats, **stats, **run.data.stats()}, groups.logged)
@@ -385,7 +389,7 @@ class RLLightningModule(LightningModule):
     @torch.no_grad()
     def validation_step(self, batch: EvaluationBatch, batch_idx: int) -> None:
         """Generate and score samples for a batch of prompts."""
-        self.run.evaluator.answer(batch, self.run.sampler)
+        self.run.evaluator.answer(batch, self.run.collector)
 
     test_step = validation_step
 
@@ -394,7 +398,7 @@ class RLLightningModule(LightningModule):
     @torch.no_grad()
     def predict_step(self, batch: EvaluationBatch, batch_idx: int) -> list[Record]:
         """Return a greedy completion of each prompt of the batch, on every rank."""
-        return self.run.evaluator.predict(batch, self.run.sampler)
+        return self.run.evaluator.predict(batch, self.run.collector)
 
     @override
     def on_validation_epoch_end(self) -> None:

@@ -31,7 +31,7 @@ FIRST = {"Reading", "Prompt"}
 NO_SAMPLE = {
     "SamplingParams", "ModelOptions", "Rewards", "Evaluation", "Conversations", "Critic", "Options",
     "Needs", "WeightPlan", "Kernel", "Hardware", "FunctionLoss", "DrGRPO", "Columns", "Limits", "RunModels",
-    "WeightFiles", "WeightSync", "Sampler", "Collector", "Run", "RolloutGenerator", "StepLog",
+    "WeightFiles", "WeightSync", "Collector", "Ahead", "Run", "StepLog",
     "Environments", "Algorithm", "ConversationLimits", "RowCheck", "Bridge", "CallStyle", "ModuleValues",
     "ModuleDifference", "Event", "TokenPosition", "Replayed", "Capabilities", "Field", "Items", "Shapes", "Moments",
     "Population", "TurnEstimates", "Stat", "SandboxResult", "Activations", "MemoryPlan", "Head", "Tokens", "Finding",
@@ -273,7 +273,7 @@ def figures(texts: Mapping[str, str]) -> dict[str, int]:
         "records of a sample": len(records(trunk)),
         "modules and trainers annotated Any": sum(isinstance(each, ast.Name) and each.id == "Any" for each in modules),
         "factories that take a module": makers.count("module"),
-        "methods of the sampler": methods.get("Sampler", methods.get("Collector", 0)),
+        "methods of the collector": methods["Collector"],
         "files with tables by id(request)": sum(bool(BY_ID.search(text)) for text in texts.values()),
         "files that spell rollout_kl": sum("rollout_kl" in texts[name] for name in texts if "callbacks/" not in name),
         "imports of the audit": sum(module.startswith("lightning_rl.audit") for module in outside),

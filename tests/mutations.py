@@ -75,7 +75,7 @@ MUTATIONS = [Mutation(*entry) for entry in [
      ".index_put((self.rows, self.columns), flat)", ".index_put((self.rows, self.columns), flat.detach())"),
     ("test_1_10_a_metric_of_correct_samples_joins_by_identity_and_not_by_position", "lightning_rl/policy/plan.py",
      "rollout.select(self.index, width", "rollout.select(torch.arange(len(self.index)), width"),
-    ("test_1_11_every_finished_group_is_trained_on_or_counted_as_filtered", "lightning_rl/rollouts/sample.py",
+    ("test_1_11_every_finished_group_is_trained_on_or_counted_as_filtered", "lightning_rl/rollouts/collector.py",
      "parts.append(part.select(keep))", "parts = [part.select(keep)]"),
     ("test_1_12_a_log_probability_is_missing_for_no_token", "lightning_rl/generation/validate_completions.py",
      "sound and scores.shape == (number,)", "sound and scores.dim() == 1"),

@@ -16,8 +16,8 @@ from lightning_rl.generation import SamplingParams
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rewards import Rewards
+from lightning_rl.rollouts.collector import Collector
 from lightning_rl.rollouts.estimate_signal import estimate_signal
-from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.signal.masked import GlobalSum, local_sum
 from lightning_rl.update import accumulate_gradient
 
@@ -74,7 +74,7 @@ def signal(
     return found.require("advantages"), {name: float(stat.value()) for name, stat in stats.items()}
 
 
-def sampler_of(*callbacks: RLCallback, script: Callable[..., Any] | None = None, **options: Any) -> Sampler:
+def collector_of(*callbacks: RLCallback, script: Callable[..., Any] | None = None, **options: Any) -> Collector:
     """Makes :data:`G` samples of each prompt from a scripted engine that holds weights of version 6."""
     engine = options.pop("engine", None) or FakeEngine(script or (lambda request: [2] * (1 + request.sample_id % 3)))
     engine.load_weights([], 6)
@@ -83,4 +83,4 @@ def sampler_of(*callbacks: RLCallback, script: Callable[..., Any] | None = None,
         "corrections": Corrections(callbacks), "group_size": G, "seed": 11,
         "sampling": SamplingParams(max_new_tokens=6, eos_token_ids=[1]),
     }  # fmt: skip
-    return Sampler(**{**known, **options})
+    return Collector(**{**known, **options})

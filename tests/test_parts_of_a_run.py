@@ -24,7 +24,7 @@ MODULE = [
     "options.engine",
     "options.rewards",
     "run.evaluator",
-    "run.prefetcher",
+    "run.ahead",
 ]
 TRAINER = ["run.fault_tolerance", "parallel", "data_module"]
 STAGE = ["run", "algorithm", "run.corrections", "run.needs", "run.environments", "run.configuration"]

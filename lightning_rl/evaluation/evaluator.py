@@ -21,7 +21,7 @@ from lightning_rl.evaluation.records import Record, write_records
 from lightning_rl.evaluation.run import EvaluationRun, predict, warn_of_nan
 from lightning_rl.generation import SamplingParams
 from lightning_rl.rewards import RewardCall, Rewards
-from lightning_rl.rollouts.sample import Sampler
+from lightning_rl.rollouts.collector import Collector
 from lightning_rl.utils.trainer import log_folder
 
 BATCH_SIZE = 256  # used if there is no data module
@@ -130,15 +130,15 @@ class Evaluator:
             has_environments=self.has_environments,
         )
 
-    def answer(self, batch: EvaluationBatch, sampler: Sampler) -> None:
+    def answer(self, batch: EvaluationBatch, collector: Collector) -> None:
         """Generate and score the samples of a batch."""
         EvaluationBatch.check(batch)
-        self._active.answer(batch, sampler)
+        self._active.answer(batch, collector)
 
-    def predict(self, batch: EvaluationBatch, sampler: Sampler) -> list[Record]:
+    def predict(self, batch: EvaluationBatch, collector: Collector) -> list[Record]:
         """Return a greedy completion of each prompt of a batch, the same on every rank. A collective."""
         EvaluationBatch.check(batch)
-        records = predict(self.greedy, batch, sampler, rank=self._rank, seed=self.seed)
+        records = predict(self.greedy, batch, collector, rank=self._rank, seed=self.seed)
         self._predictions += records
         return records
 

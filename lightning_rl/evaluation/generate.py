@@ -9,8 +9,8 @@ from lightning_rl.evaluation.prompt_encoding import encode_prompts, is_single
 from lightning_rl.evaluation.questions import with_eos
 from lightning_rl.generation import Engine, SamplingParams
 from lightning_rl.generation.sampling_params import filter_problems
+from lightning_rl.rollouts.collector import Collector
 from lightning_rl.rollouts.failures import FailureReport
-from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.utils.arguments import check_counts
 
 
@@ -43,17 +43,17 @@ def sampling_for(
 
 
 def generate(
-    prompts: Any, *, samples: int | None, sampling: SamplingParams, sampler: Sampler, model: PreTrainedModel
+    prompts: Any, *, samples: int | None, sampling: SamplingParams, collector: Collector, model: PreTrainedModel
 ) -> Any:
     """Return the answers of a synchronized engine, in the form of :meth:`RLLightningModule.generate`. A collective."""
     single, size = is_single(prompts), samples or 1
-    rows = encode_prompts([prompts] if single else prompts, sampler.tokenizer, model, sampling.max_new_tokens)
-    sampling = with_eos(sampling, model, sampler.tokenizer)
-    sampler = replace(sampler, greedy_baseline=False)
-    trajectories = sampler.converse(sampler.open(rows, 0, group_size=size, sampling=sampling)).trajectories
+    rows = encode_prompts([prompts] if single else prompts, collector.tokenizer, model, sampling.max_new_tokens)
+    sampling = with_eos(sampling, model, collector.tokenizer)
+    collector = replace(collector, greedy_baseline=False)
+    trajectories = collector.sample(collector.open(rows, 0, group_size=size, sampling=sampling)).trajectories
     report = FailureReport()
     report.add(trajectories)
     report.write()
-    texts = sampler.collectives.share(sampler.texts([each.answer for each in trajectories]))
+    texts = collector.collectives.share(collector.texts([each.answer for each in trajectories]))
     answers = texts if samples is None else [texts[at : at + size] for at in range(0, len(texts), size)]
     return answers[0] if single else answers

@@ -4,7 +4,6 @@ import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
@@ -24,8 +23,9 @@ from lightning_rl.evaluation.tally import COLUMNS, Tally
 from lightning_rl.generation import EngineError
 from lightning_rl.rewards.correctness import deciding_scores
 from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.ahead import Sampled
+from lightning_rl.rollouts.collector import Collector
 from lightning_rl.rollouts.failures import FailureReport
-from lightning_rl.rollouts.sample import Sampled, Sampler
 from lightning_rl.samples import RewardCall
 
 BOUND = re.compile(r"@\d+_(low|high)$")  # bounds of intervals, NaN where their metric is
@@ -66,7 +66,7 @@ class EvaluationRun:
         self.calls: list[Sequence[RewardCall]] = [() for _ in questions]
         self.extremes = [(math.inf, -math.inf) for _ in questions]
 
-    def answer(self, batch: EvaluationBatch, sampler: Sampler) -> None:
+    def answer(self, batch: EvaluationBatch, collector: Collector) -> None:
         """Generate this rank's share of a batch in one call of the engine, score it, and update the tallies."""
         shares = [part[self.rank :: self.collectives.ranks] for part in batch.parts]
         wanted = [
@@ -74,14 +74,13 @@ class EvaluationRun:
             for number, (questions, prompts) in enumerate(zip(self.questions, shares, strict=True))
         ]
         with failing_together("generation", EngineError):
-            made = iter(sampler.converse(list(chain.from_iterable(wanted))).trajectories)
+            made = iter(collector.sample(list(chain.from_iterable(wanted))).trajectories)
         for number, (questions, prompts) in enumerate(zip(self.questions, shares, strict=True)):
             samples = list(islice(made, len(wanted[number])))
-            judge = replace(sampler, rewards=questions.rewards, greedy_baseline=False)
-            rollout, calls, failed = judge.score(Sampled(samples))
+            rollout, calls, failed = collector.reward(Sampled(samples), questions.rewards)
             self.calls[number] = calls
             self.failures[number].add(samples, calls, failed)
-            texts = sampler.collectives.share(sampler.texts([each.answer for each in samples]))
+            texts = collector.collectives.share(collector.texts([each.answer for each in samples]))
             self._count(number, prompts, rollout, self.collectives.share(failed), texts)
 
     def _count(
@@ -230,13 +229,15 @@ def _reward_entries(rollout: Rollout) -> dict[str, list[Any]]:
     return {"reward": list(map(number_or_none, total)), "rewards": parts}
 
 
-def predict(questions: Questions, batch: EvaluationBatch, sampler: Sampler, *, rank: int, seed: int) -> list[Record]:
+def predict(
+    questions: Questions, batch: EvaluationBatch, collector: Collector, *, rank: int, seed: int
+) -> list[Record]:
     """Return a record with completions for each prompt of a batch, in the same order on every rank. A collective."""
-    collectives = sampler.collectives
+    collectives = collector.collectives
     prompts = batch.parts[0][rank :: collectives.ranks]
     with failing_together("generation", EngineError):
-        samples = sampler.converse(questions.open(prompts if collectives.generates else [], seed, 0)).trajectories
-    texts = sampler.texts([each.answer for each in samples])
+        samples = collector.sample(questions.open(prompts if collectives.generates else [], seed, 0)).trajectories
+    texts = collector.texts([each.answer for each in samples])
     lengths, finishes = [each.sampled_length for each in samples], [each.finish for each in samples]
     mine = records_of(prompts, *collectives.share((lengths, finishes, texts)), {})
     return sorted((record for part in collectives.objects(mine) for record in part), key=lambda record: record["index"])

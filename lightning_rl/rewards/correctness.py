@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_rl.rewards.scoring import Rewards
 from lightning_rl.rollout import Rollout
+from lightning_rl.signal.masked import group_index
 from lightning_rl.utils.naming import in_words
 
 
@@ -26,6 +27,18 @@ def deciding_scores(rollout: Rollout, correct_by: str | None) -> Float[Tensor, "
     for scores in others:
         first = torch.where(first.isnan(), scores, first)
     return first
+
+
+def solve_counts(rollout: Rollout) -> tuple[int, int]:
+    """Return the numbers of groups whose scores are all at least 1, and at most 0, by the function that decides."""
+    (index, number), scores = group_index(rollout.groups), deciding_scores(rollout, None)
+
+    def all_of(right: Tensor) -> int:
+        parts = (right, ~right & ~scores.isnan())
+        found, others = (torch.zeros(number).index_add_(0, index, part.float()) for part in parts)
+        return int(((found > 0) & (others == 0)).sum())
+
+    return all_of(scores >= 1), all_of(scores <= 0)
 
 
 def check_correct_by(rewards: Rewards, correct_by: str | None, who: str, *, signed: bool = True) -> None:

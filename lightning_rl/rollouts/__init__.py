@@ -1,1 +1,1 @@
-"""Steps that make a rollout (prefetch, sample, logprobs, signal), and the progress between them."""
+"""Steps that make a rollout (collect, logprobs, signal), and the progress between them."""

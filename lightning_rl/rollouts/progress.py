@@ -14,7 +14,7 @@ from lightning_rl.policy import ModelOptions, Plan
 from lightning_rl.policy.memory import MAX_TOKENS
 from lightning_rl.policy.plan import divide_plan, plan_of_rows
 from lightning_rl.rollout import Rollout
-from lightning_rl.rollouts.prefetch import Pending, Prefetcher, pending_from_state, state_of_pending
+from lightning_rl.rollouts.ahead import Ahead, Pending, pending_from_state, state_of_pending
 from lightning_rl.update import StepGradient
 from lightning_rl.utils.mutation_guard import EditError, Versions
 
@@ -92,7 +92,7 @@ class Progress:
     Args:
         name: Name of the run, which identifies its checkpoints; a resumed run keeps it.
         corrections: Corrections among the callbacks.
-        prefetcher: Rollouts that are generated ahead.
+        ahead: Rollouts that are generated ahead.
         options: Options of the models.
         max_over_ranks: Element-wise maximum over the ranks.
         current: Rollout in progress, until the observers of its last optimizer step have run; None between two.
@@ -114,7 +114,7 @@ class Progress:
 
     name: str = ""
     corrections: Corrections = field(default_factory=Corrections)
-    prefetcher: Prefetcher = field(default_factory=Prefetcher)
+    ahead: Ahead = field(default_factory=Ahead)
     options: ModelOptions = ModelOptions()  # noqa: RUF009  frozen
     max_over_ranks: MaxOverRanks = list
     data: PromptDataModule = field(init=False, repr=False)
@@ -149,9 +149,9 @@ class Progress:
         number = step_index.rollout
         if step_index.step == 0:
             rank_zero_info(f"rollout {number} is skipped (skip_rollouts)")
-            if self.current is None and number not in self.prefetcher:
+            if self.current is None and number not in self.ahead:
                 self.data.take(self.data.prompts_per_rollout)
-            self.prefetcher.drop(number)
+            self.ahead.drop(number)
 
     def begin_rollout(self, current: CurrentRollout, index: int) -> None:
         """Commit a finished rollout.
@@ -160,7 +160,7 @@ class Progress:
             current: Finished rollout.
             index: Index of its first optimizer step.
         """
-        self.prefetcher.drop(current.number)
+        self.ahead.drop(current.number)
         self.current, self.discarded, self.states = current, None, self.corrections.states()
         self.commit(index)
 
@@ -186,7 +186,7 @@ class Progress:
         """Set the state that checkpoints store until the next commit, with the index of the next optimizer step."""
         self.stepping = False
         self.data.commit(index)
-        self.prefetched = self.prefetcher.pending()
+        self.prefetched = self.ahead.pending()
 
     @property
     def saved_rollout(self) -> CurrentRollout | None:

@@ -34,11 +34,10 @@ from lightning_rl.options import Options
 from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.run_models import RunModels
 from lightning_rl.processes.timeouts import CLOCK
+from lightning_rl.rollouts.ahead import Ahead
+from lightning_rl.rollouts.collector import Collector
 from lightning_rl.rollouts.failures import FOLDER
-from lightning_rl.rollouts.generator import RolloutGenerator, generates_concurrently, in_flight
-from lightning_rl.rollouts.prefetch import Prefetcher
 from lightning_rl.rollouts.progress import Progress
-from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.rollouts.step_log import StepLog
 from lightning_rl.run_checks import check_run, needed_extras, run_names
 from lightning_rl.setup_checks import warn_of_broken_properties
@@ -70,7 +69,7 @@ class Run:
         sampling: Sampling parameters of the module, with the ids that end a response.
         environments: Environments of the samples; None for single-turn completions.
         engine_started: True once the engine can load weights.
-        prefetcher: Rollouts that are generated ahead.
+        ahead: Rollouts that are generated ahead.
         progress: State between two optimizer steps.
         log: Metrics that have not been logged yet.
         optimizer: Optimizer as configured, in a fit.
@@ -95,7 +94,7 @@ class Run:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     environments: Environments | None = None
     engine_started: bool = False
-    prefetcher: Prefetcher = field(default_factory=Prefetcher)
+    ahead: Ahead = field(default_factory=Ahead)
     progress: Progress = field(default_factory=Progress)
     log: StepLog = field(default_factory=StepLog)
     optimizer: ConfiguredOptimizer | None = None
@@ -116,6 +115,7 @@ class Run:
             evaluator=Evaluator(evaluations, seed=options.seed, has_environments=has_environments),
             parallel=parallel_of(SingleDeviceStrategy(device=device)),
             workers=None if conversations is None else conversations.pool(),
+            ahead=Ahead(options.engine, options.max_staleness),
         )
 
     def build(self, trainer: Trainer, *, fits: bool) -> "Run":
@@ -230,10 +230,10 @@ class Run:
                 data.limit(self.environments.first_length)
 
     @property
-    def sampler(self) -> Sampler:
-        """Sampler that generates and scores samples."""
+    def collector(self) -> Collector:
+        """Collector that generates and scores samples."""
         options, has_trainer = self.options, self.parallel.strategy.lightning_module is not None
-        return Sampler(
+        return Collector(
             engine=options.engine,
             tokenizer=options.tokenizer,
             rewards=options.rewards,
@@ -245,28 +245,17 @@ class Run:
             forward_context=self.parallel.strategy.precision_plugin.forward_context,
             greedy_baseline=self.algorithm.advantages.needs_greedy,
             collectives=self.parallel.collectives,
+            rank=self.parallel.rank,
+            device=self.device,
             failed_folder=self.failed_folder,
             trainer_state=trainer_state(self.trainer) if has_trainer else None,
             vocabulary=self.policy.vocabulary,
             environments=self.environments,
             needs_logprobs=self.needs.rollout_logprobs,
             mismatch_every_n_rollouts=options.mismatch_every_n_rollouts,
-        )
-
-    def generator(self, number: int, end: float) -> RolloutGenerator:
-        """Return the generator of a rollout of a fit that ends at a point in rollouts, such as 2.5, or infinity."""
-        return RolloutGenerator(
-            number=number,
-            end=end,
-            sampler=self.sampler,
-            data=self.data,
-            parallel=self.parallel,
-            send=self.sync,
-            phase=self.log.times.phase,
-            prefetcher=self.prefetcher,
-            max_staleness=self.options.max_staleness,
+            ahead=self.ahead,
             skipped=self.fault_tolerance.skip_rollouts,
-            in_flight=in_flight(self.options.engine, number) if self.options.max_staleness else {},
+            phase=self.log.times.phase,
         )
 
     def generate(
@@ -278,7 +267,7 @@ class Run:
         engine, further = self.options.engine, {"samples": samples, "sampling": sampling, "temperature": temperature}
         chosen = sampling_for(self.options.sampling, engine, **further)
         self.sync()
-        answers = generate(prompts, samples=samples, sampling=chosen, sampler=self.sampler, model=self.policy.model)
+        answers = generate(prompts, samples=samples, sampling=chosen, collector=self.collector, model=self.policy.model)
         self.sleep_engine()
         return answers
 
@@ -306,7 +295,7 @@ class Run:
         engine, weights = self.options.engine, self.weights
         version = max(engine.version, 0) if version is None else version
         if not (engine.capabilities.syncs_while_generating and version > engine.version):
-            self.prefetcher.drain()
+            self.ahead.drain()
         if not (self.engine_started and engine.started):
             weights.start(self.options.tokenizer)
             self.engine_started = True
@@ -322,7 +311,7 @@ class Run:
         if self.options.engine.capabilities.concurrent:
             self.options.engine.close()  # cancels rollouts that will not be trained on
         workers = () if self.workers is None else (self.workers,)
-        for part in (self.prefetcher, self.evaluator, self.options.rewards, *workers):
+        for part in (self.ahead, self.evaluator, self.options.rewards, *workers):
             part.close()
         end_engine()
         self.engine_started = False
@@ -340,35 +329,30 @@ class Run:
         if loaded is None:
             self.changes = ()
             data.start_rollout()
-        self.prefetcher.close()
+        self.ahead.close()
         self.log = StepLog(metrics=MetricLog(device, collectives), times=PhaseTimes(device))
         self.progress = Progress(
             name=(loaded and loaded["run"]) or new_run(),
             corrections=self.corrections,
-            prefetcher=self.prefetcher,
+            ahead=self.ahead,
             options=self.models.options,
             max_over_ranks=partial(collectives.maximum, device=device),
         )
         self.progress.data, self.fault_tolerance.progress = data, self.progress
         if loaded is not None:
-            if (ahead := len(loaded["prefetched"])) > self.options.max_staleness:
-                raise ValueError(
-                    f"expected a checkpoint with at most {self.options.max_staleness} rollouts in flight "
-                    f"(max_staleness), got {ahead}: resume with max_staleness={ahead}"
-                )
             self.metrics.load(loaded["metrics"])
             self.progress.load(loaded, device)
             if changed := self.changed_names - OF_UPDATES:
                 same_number = all(path != "data.prompts_per_rollout" for path, _, _ in self.changes)
                 self.progress.discard_samples(changed, keep_prompts=same_number)
-            self.prefetcher.load(self.progress.prefetched)
+            self.ahead.load(self.progress.prefetched)
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Add every rank's state to a checkpoint, in values that load under ``weights_only=True``. A collective."""
         options, collectives, reference = self.options, self.parallel.collectives, self.models.reference
         hurried = self.trainer.interrupted or bool(CLOCK.stopped_by)
-        if hurried or not generates_concurrently(options.engine, options.max_staleness):
-            self.prefetcher.drain(hurried=hurried)
+        if hurried or not self.ahead.concurrent:
+            self.ahead.drain(hurried=hurried)
         self.progress.write_corrections(checkpoint.get("callbacks", {}))
         state = checkpoint["lightning_rl"] = {
             "run": self.progress.name,

@@ -17,12 +17,12 @@ from lightning_rl.distributed import process_maximum
 from lightning_rl.policy import make_plan
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.ahead import staleness
 from lightning_rl.rollouts.estimate_signal import check_domains, estimate_signal, exclude_rows
 from lightning_rl.rollouts.first_sample import first_sample
 from lightning_rl.rollouts.logprob_passes import add_logprobs, environment_logprob
 from lightning_rl.rollouts.nonfinite import recording_nonfinite
 from lightning_rl.rollouts.progress import CurrentRollout
-from lightning_rl.rollouts.sample import staleness
 from lightning_rl.run.run import Run
 from lightning_rl.samples import Trajectory
 from lightning_rl.update import StepGradient, accumulate_gradient

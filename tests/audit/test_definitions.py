@@ -18,7 +18,7 @@ from lightning_rl import RLCallback
 from lightning_rl.advantages import ESTIMATORS, GPG, GRPO, Normalized, PassAtK, ReinforcePlusPlus, resolve_advantages
 from lightning_rl.audit import SignalAudit
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.rollouts.sample import Sampler
+from lightning_rl.rollouts import collector
 from lightning_rl.signal import statistics
 from lightning_rl.signal.masked import local_sum
 
@@ -159,18 +159,18 @@ def test_a_provided_field_that_compares_prompts_covers_all_ranks(provide: Any, w
     assert culprits("contribution_ranks", evidence_of(callback)) == (["callback ease.provide"] if wrong else [])
 
 
-def of_the_next_prompt(sampler: Any, rollout: Any, greedy: Any) -> Any:
-    return BASELINE(sampler, rollout, greedy.replace(rewards=greedy.rewards.roll(1)))
+def of_the_next_prompt(rollout: Any, greedy: Any, corrections: Any) -> Any:
+    return BASELINE(rollout, greedy.replace(rewards=greedy.rewards.roll(1)), corrections)
 
 
-BASELINE = Sampler._with_baseline  # noqa: SLF001
+BASELINE = collector.with_baseline
 
 
 @pytest.mark.parametrize("wrong", [True, False])
 @pytest.mark.filterwarnings("ignore:.*the audit of rollout:UserWarning")
 def test_the_greedy_score_of_a_row_is_that_of_its_own_prompt(wrong: bool) -> None:
     audit = SignalAudit(1, checks=["reward_rows"])
-    with patch.object(Sampler, "_with_baseline", of_the_next_prompt) if wrong else patch.dict({}):
+    with patch.object(collector, "with_baseline", of_the_next_prompt) if wrong else patch.dict({}):
         fit(tiny_module(advantages="remax"), callbacks=[audit], data=tiny_prompts(16, 4), max_steps=4)
     assert {finding.culprit for finding in audit.findings} == (
         {"stage generate, the greedy scores of its rows"} if wrong else set()

@@ -17,9 +17,9 @@ from lightning_rl import GAE, PromptDataModule
 from lightning_rl.advantages import LengthAdaptive
 from lightning_rl.audit import SignalAudit
 from lightning_rl.data import Encoder
-from lightning_rl.rollouts.sample import Sampler
+from lightning_rl.rollouts.collector import Collector
 
-TEXTS, TOKENIZE = Sampler.texts, Encoder._tokenize  # noqa: SLF001
+TEXTS, TOKENIZE = Collector.texts, Encoder._tokenize  # noqa: SLF001
 
 
 def score_at_the_first_token(scores: Tensor, token_rewards: Any, valid: Tensor, *_: Any) -> Tensor:
@@ -31,8 +31,8 @@ def long_decay(_decay: LengthAdaptive, steps: Tensor) -> Tensor:
     return (1 - 1 / (2.0 * steps.clamp(min=1))).clamp(min=0)
 
 
-def without_the_last(sampler: Sampler, rows: Any) -> list[str]:
-    return TEXTS(sampler, [row[:-1] for row in rows])
+def without_the_last(collector: Collector, rows: Any) -> list[str]:
+    return TEXTS(collector, [row[:-1] for row in rows])
 
 
 def shortened(encoder: Encoder, texts: Any, names: Any, **options: Any) -> Any:
@@ -56,7 +56,7 @@ ADAPTIVE = {"advantages": GAE(lam=LengthAdaptive(alpha=0.5))}
             {},
             patch.dict(lightning_rl.corrections.stat.FIGURES, {"std": lambda _n, _mean, squares, _top: squares}),
         ),
-        ("reward_rows", {}, patch.object(Sampler, "texts", without_the_last)),
+        ("reward_rows", {}, patch.object(Collector, "texts", without_the_last)),
         ("prompt_source", {}, patch.object(Encoder, "_tokenize", shortened)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

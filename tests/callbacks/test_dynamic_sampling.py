@@ -11,7 +11,7 @@ from lightning_rl.callbacks import DynamicSampling, NoEOSMask, OverlongPenalty
 from lightning_rl.corrections import Corrections
 from lightning_rl.generation import Request
 from lightning_rl.rewards import Rewards
-from lightning_rl.rollouts.sample import Sampler
+from lightning_rl.rollouts.collector import Collector
 
 G = 3
 
@@ -37,12 +37,12 @@ def drawn(
     """The groups, their counts, and how many prompts were taken."""
     data = PromptDataModule([[first] for first in prompts], 1, shuffle=False)
     data.connect(None, None)
-    sampler = Sampler(
+    collector = Collector(
         engine=FakeEngine(script), tokenizer=None, rewards=Rewards([reward]), corrections=Corrections(callbacks),
         sampling=SamplingParams(max_new_tokens=9, eos_token_ids=[1]), group_size=G, seed=0,
     )  # fmt: skip
-    sampler.engine.load_weights([], 0)
-    rollout, stats = fill_rollout(sampler, data.take, number)
+    collector.engine.load_weights([], 0)
+    rollout, stats = fill_rollout(collector, data.take, number)
     return rollout, {name: float(stat.value()) for name, stat in stats.items()}, data.position.cursor
 
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_rl import PromptDataModule, RLCallback, Rollout
 from lightning_rl.data import Prompt
-from lightning_rl.rollouts.sample import distribute_prompts
+from lightning_rl.rollouts.collector import distribute_prompts
 
 ROWS = [{"prompt": [2 + n % 9, 3], "n": n} for n in range(11)]
 TABLE = datasets.Dataset.from_list(ROWS)

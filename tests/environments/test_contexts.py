@@ -20,7 +20,7 @@ from lightning_rl.advantages import GAEOverTurns
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty, RouterReplay, TruncatedIS
 from lightning_rl.rollout import context_starts, segments_of, turn_numbers
-from lightning_rl.rollouts.sample import Sampler
+from lightning_rl.rollouts import collector
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*pre-optimization state.*:UserWarning", "ignore:The dirpath has changed:UserWarning"
@@ -148,7 +148,7 @@ def test_routes_of_experts_are_those_of_each_context(environment: type[Echo]) ->
     assert_close(found[drawn], rollout.require("rollout_logprobs")[drawn].double(), atol=1e-5, rtol=0)
 
 
-lay_out = Sampler._lay_out  # noqa: SLF001
+lay_out = collector.lay_out
 
 
 def lose_marks(*rows: Any, **options: Any) -> Rollout:
@@ -170,8 +170,8 @@ def read_on(rollout: Rollout) -> Tensor:
 @pytest.mark.parametrize(
     ("place", "fault", "check"),
     [
-        ("lightning_rl.rollouts.sample.Sampler._lay_out", lose_marks, "trained_tokens"),
-        ("lightning_rl.rollouts.sample.Sampler._lay_out", mark_too_late, "trained_tokens"),
+        ("lightning_rl.rollouts.collector.lay_out", lose_marks, "trained_tokens"),
+        ("lightning_rl.rollouts.collector.lay_out", mark_too_late, "trained_tokens"),
         ("lightning_rl.policy.packing.context_starts", read_on, "logprob_alignment"),
     ],
     ids=["marks that are lost", "marks one too late", "contexts that read on"],

@@ -24,8 +24,9 @@ from lightning_rl.environments.outcome import DEFAULT
 from lightning_rl.environments.run_environments import RowCheck
 from lightning_rl.generation import Completion, Request, TransformersEngine
 from lightning_rl.policy.sampling_mask import holds
+from lightning_rl.rewards.correctness import solve_counts
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK, TURN_REWARDS, turn_numbers
-from lightning_rl.rollouts.sample import Sampler, solve_counts
+from lightning_rl.rollouts import collector
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*pre-optimization state.*:UserWarning",
@@ -182,9 +183,9 @@ class Talkative(Echo):
 def test_the_log_probability_of_environments_tokens_is_logged_with_any_mask(
     leaks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lay_out = Sampler._lay_out  # noqa: SLF001
+    lay_out = collector.lay_out
     if leaks:
-        monkeypatch.setattr(Sampler, "_lay_out", lambda *rows, **options: leak_mask(lay_out(*rows, **options)))
+        monkeypatch.setattr(collector, "lay_out", lambda *rows, **options: leak_mask(lay_out(*rows, **options)))
     seen, module, policy = list[Rollout](), talking_module(), tiny_policy()
     fit(module, data=data(), callbacks=[recorder(seen)("seen")], max_steps=1)
     logprobs: list[float] = []

@@ -15,8 +15,8 @@ import lightning_rl.run.training
 from lightning_rl import ClippedSurrogate, LossView, Rollout, Stat
 from lightning_rl.corrections import Corrections
 from lightning_rl.policy import PolicyModel
+from lightning_rl.rollouts import collector
 from lightning_rl.rollouts.progress import CurrentRollout
-from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.run.run import Run
 from lightning_rl.signal.masked import local_sum
 from lightning_rl.update import StepWeights
@@ -34,7 +34,7 @@ def after(target: Any, name: str, change: Callable[..., Any]) -> Any:
 
 def change_rows(change: Callable[[Rollout], Rollout]) -> Any:
     """Change the rows of sampling."""
-    return after(Sampler, "_lay_out", lambda rollout, *_: change(rollout))
+    return after(collector, "lay_out", lambda rollout, *_: change(rollout))
 
 
 def rolled_ids(rollout: Rollout) -> Rollout:

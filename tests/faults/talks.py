@@ -131,12 +131,12 @@ def moved_rewards(rollout: Rollout, place: Callable[[int, Tensor], int]) -> Roll
     return rollout.replace(token_extras={**rollout.token_extras, TURN_REWARDS: moved})
 
 
-def last_turn_lost(original: Any, self: Any, samples: Sequence[Trajectory], **options: Any) -> Rollout:
+def last_turn_lost(original: Any, samples: Sequence[Trajectory], *engine: Any, **options: Any) -> Rollout:
     def cut(one: Trajectory) -> Trajectory:
         answers = [place for place, segment in enumerate(one.segments) if segment.sampled]
         return dataclasses.replace(one, segments=one.segments[: answers[-2] + 1]) if len(answers) > 2 else one
 
-    return original(self, list(map(cut, samples)), **options)
+    return original(list(map(cut, samples)), *engine, **options)
 
 
 # Conversations.

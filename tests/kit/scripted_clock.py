@@ -13,18 +13,18 @@ from typing_extensions import override
 
 from benchmarks.paced import PacedEngine
 from lightning_rl.generation import Request
-from lightning_rl.rollouts import prefetch
-from lightning_rl.rollouts.prefetch import Prefetcher
+from lightning_rl.rollouts import ahead
+from lightning_rl.rollouts.ahead import Ahead
 
 EOS = 1
 
 
 class ScriptedClock:
-    """Tells the trainer's thread and those of the prefetcher the same time, in which computing takes none.
+    """Tells the trainer's thread and those ahead of it the same time, in which computing takes none.
 
     Attributes:
         engine: that draws by this clock.
-        waits: for each rollout that the trainer has taken from the prefetcher, how long it waited for it.
+        waits: for each rollout that the trainer has taken from those ahead, how long it waited for it.
         had: when it had it.
     """
 
@@ -34,17 +34,17 @@ class ScriptedClock:
         self.waits, self.had = list[float](), list[float]()
         self._main, self._futures = threading.current_thread(), list[Future[Any]]()
         self._at_once = 1
-        submit = Prefetcher.submit
+        start = Ahead.start
 
-        def noting(prefetcher: Prefetcher, number: int, *arguments: Any, at_once: int = 1, **keywords: Any) -> None:
-            submit(prefetcher, number, *arguments, at_once=at_once, **keywords)
-            self._at_once = at_once
-            samples = prefetcher._pending[number].samples  # noqa: SLF001
+        def noting(rollouts: Ahead, number: int, sampling: Any) -> None:
+            start(rollouts, number, sampling)
+            self._at_once = 1 + rollouts.max_staleness if rollouts.concurrent else 1
+            samples = rollouts.pending()[number].samples
             assert samples is not None
             self._futures.append(samples)
 
-        monkeypatch.setattr(Prefetcher, "submit", noting)
-        monkeypatch.setattr(prefetch, "wait", self._wait_for)
+        monkeypatch.setattr(Ahead, "start", noting)
+        monkeypatch.setattr(ahead, "wait", self._wait_for)
 
     def drive(self, lengths: Sequence[Sequence[int]], **options: Any) -> PacedEngine:
         """An engine whose answers have the given lengths by rollout and place, and draws one token a second."""
@@ -90,7 +90,7 @@ class ScriptedClock:
         self._move(to)
 
     def _wait_for(self, samples: Iterable[Future[Any]], patience: float) -> Any:
-        """Wait function of the prefetcher."""
+        """Wait function of the rollouts ahead."""
         begin, samples = self.time, list(samples)
         self._settle()
         while not all(future.done() for future in samples):

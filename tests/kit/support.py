@@ -53,7 +53,7 @@ from lightning_rl.data import Prompt
 from lightning_rl.distributed import Collectives
 from lightning_rl.losses import ValueLoss
 from lightning_rl.policy.build import ModelBuilder
-from lightning_rl.rollouts.sample import Sampler
+from lightning_rl.rollouts.collector import Collector
 from lightning_rl.signal.masked import GlobalSum, local_sum
 from lightning_rl.signal.reductions import Reduction
 from lightning_rl.signal.selection import local_values
@@ -377,18 +377,18 @@ class SummedBy(Collectives):
 
 
 def fill_rollout(
-    sampler: Sampler, take: Callable[[int], list[Prompt]], groups: int, number: int = 0
+    collector: Collector, take: Callable[[int], list[Prompt]], groups: int, number: int = 0
 ) -> tuple[Rollout, dict[str, Stat]]:
     """The groups of a rollout on this rank alone, from the first round to the last, and how many there were."""
-    first = sampler.generate(sampler.open(take(groups), number), logprobs=sampler.reads_logprobs(number))
-    scored = sampler.fill_groups(take, groups, number, first=first)
+    first = collector.sample(collector.open(take(groups), number), logprobs=collector.reads_logprobs(number))
+    scored = collector.fill_groups(take, groups, number, first=first)
     return scored.rollout, {name: stat for name, stat in scored.stats.items() if name.startswith("groups/")}
 
 
-def sample_groups(sampler: Sampler, prompts: Sequence[Prompt], number: int = 0) -> Rollout:
+def sample_groups(collector: Collector, prompts: Sequence[Prompt], number: int = 0) -> Rollout:
     """One round of a rollout, scored."""
-    wanted, logprobs = sampler.open(prompts, number), sampler.reads_logprobs(number)
-    return sampler.score(sampler.generate(wanted, logprobs=logprobs))[0]
+    wanted, logprobs = collector.open(prompts, number), collector.reads_logprobs(number)
+    return collector.reward(collector.sample(wanted, logprobs=logprobs))[0]
 
 
 def view_of_rollout(rollout: Rollout, logprobs: Tensor) -> LossView:

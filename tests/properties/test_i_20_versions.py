@@ -8,7 +8,7 @@ from lightning_rl import FakeEngine, PromptDataModule, RLCallback, Rollout, Samp
 from lightning_rl.corrections import Corrections
 from lightning_rl.generation import Request
 from lightning_rl.rewards import Rewards
-from lightning_rl.rollouts.sample import Sampler
+from lightning_rl.rollouts.collector import Collector
 from properties.exports import corrections_with, name_of
 
 
@@ -57,14 +57,14 @@ def test_i_13_sampled_is_kept_plus_filtered(correction: RLCallback, number: int)
         spread = request.sample_id // 2 % 3 > 0  # not in every third group, the first among them
         return [2] * (1 + spread * request.sample_id % 2) + [1]
 
-    sampler = Sampler(
+    collector = Collector(
         engine=FakeEngine(answer), tokenizer=None, rewards=Rewards([parity_reward]), seed=0, group_size=2,
         corrections=Corrections([correction]), sampling=SamplingParams(max_new_tokens=9, eos_token_ids=[1]),
     )  # fmt: skip
-    sampler.engine.load_weights([], 0)
+    collector.engine.load_weights([], 0)
     data = PromptDataModule([{"prompt": [2]} for _ in range(90)], 1, shuffle=False)
     data.connect(None, None)
-    rollout, stats = fill_rollout(sampler, data.take, number)
+    rollout, stats = fill_rollout(collector, data.take, number)
     sampled, filtered = (int(stats[f"groups/{what}"].value()) for what in ("sampled", "filtered"))
     assert len(generated) == 2 * sampled == len(rollout) + 2 * filtered
     assert len(rollout) == 2 * number and filtered > 0 and len(set(generated)) == len(generated)

@@ -17,7 +17,7 @@ from kit.support import (
     tiny_policy,
     view_of,
 )
-from silent_bugs import G, one_step, sampler_of, signal
+from silent_bugs import G, collector_of, one_step, signal
 from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers.modeling_outputs import BaseModelOutput
@@ -123,8 +123,8 @@ def test_1_07_every_source_of_log_probabilities_knows_the_temperature(temperatur
     engine = TransformersEngine()
     launch(engine, model)
     sampling = SamplingParams(temperature=temperature, max_new_tokens=6, eos_token_ids=[1])
-    sampler = sampler_of(engine=engine, sampling=sampling, dtype=torch.float64)
-    rollout = sample_groups(sampler, [Prompt(0, (2, 3), None, {}), Prompt(1, (4,), None, {})])
+    collector = collector_of(engine=engine, sampling=sampling, dtype=torch.float64)
+    rollout = sample_groups(collector, [Prompt(0, (2, 3), None, {}), Prompt(1, (4,), None, {})])
     policy = PolicyModel(model, None, temperature=temperature, packed=True)
     reference = FrozenModel(model, temperature=temperature, packed=True)
     plan = make_plan(rollout, minibatches=1, max_tokens_per_microbatch=99)
@@ -182,10 +182,10 @@ def test_1_10_a_metric_of_correct_samples_joins_by_identity_and_not_by_position(
 
 def test_1_11_every_finished_group_is_trained_on_or_counted_as_filtered() -> None:
     keep = callback_of("keep", keep_groups=lambda seen: seen.groups % 3 != 1)
-    data, sampler = PromptDataModule([[2]] * 20, 1, shuffle=False), sampler_of(keep)
-    rollout, stats = fill_rollout(sampler, data.take, 5)
-    assert isinstance(sampler.engine, FakeEngine)
-    submitted = {request.sample_id // G for request in sampler.engine.requests}
+    data, collector = PromptDataModule([[2]] * 20, 1, shuffle=False), collector_of(keep)
+    rollout, stats = fill_rollout(collector, data.take, 5)
+    assert isinstance(collector.engine, FakeEngine)
+    submitted = {request.sample_id // G for request in collector.engine.requests}
     kept = rollout.groups.unique().tolist()
     assert kept == [group for group in sorted(submitted) if group % 3 != 1] and len(rollout) == 5 * G
     assert len(submitted) == len(kept) + float(stats["groups/filtered"].value()) == data.position.cursor
@@ -197,7 +197,7 @@ def test_1_12_a_log_probability_is_missing_for_no_token() -> None:
         return Completion(token_ids=(2,) * 4, logprobs=given, finish=FinishReason.LENGTH, version=6)
 
     with pytest.raises(EngineError, match="expected a log-probability for each of 4 tokens"):
-        sample_groups(sampler_of(script=short), [Prompt(0, (2,), None, {})])
+        sample_groups(collector_of(script=short), [Prompt(0, (2,), None, {})])
 
 
 def test_1_12_every_field_of_a_token_has_the_length_of_the_response() -> None:

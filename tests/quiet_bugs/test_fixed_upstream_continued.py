@@ -7,7 +7,7 @@ import pytest
 import torch
 from kit.engine_requests import launch
 from kit.support import callback_of, ragged_rollout, rollout_of, run_step, sample_groups, tiny_policy, view_of
-from silent_bugs import merged, one_step, sampler_of, signal
+from silent_bugs import collector_of, merged, one_step, signal
 from torch.testing import assert_close
 
 from lightning_rl import (
@@ -30,7 +30,7 @@ from lightning_rl.losses import GMPO, GSPO, LOSSES
 from lightning_rl.policy import PolicyModel, pack
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rollout import concatenate
-from lightning_rl.rollouts.sample import staleness
+from lightning_rl.rollouts.ahead import staleness
 from lightning_rl.update import StepGradient
 
 NAN = math.nan
@@ -42,14 +42,14 @@ CUTS = [[[5], [0, 11, 3, 4, 2, 7, 8], [1, 10], [6, 9]], [range(6), range(6, 12)]
 def test_1_14_log_probabilities_of_the_engine_keep_their_precision() -> None:
     given = -torch.rand(6, generator=torch.Generator().manual_seed(0)) - 1
     said = Completion(token_ids=(2,) * 6, logprobs=given, finish=FinishReason.LENGTH, version=6)
-    rollout = sample_groups(sampler_of(script=lambda _: said), PROMPT)
+    rollout = sample_groups(collector_of(script=lambda _: said), PROMPT)
     assert torch.equal(Rollout.from_state(rollout.state()).require("rollout_logprobs")[0], given)
 
 
 def test_1_14_an_engine_in_half_precision_returns_log_probabilities_in_float32() -> None:
     engine = TransformersEngine()
     launch(engine, tiny_policy(dtype=torch.bfloat16))
-    found = sample_groups(sampler_of(engine=engine), PROMPT).require("rollout_logprobs")
+    found = sample_groups(collector_of(engine=engine), PROMPT).require("rollout_logprobs")
     assert found.dtype == torch.float32 and not torch.equal(found, found.bfloat16().float())
 
 
@@ -201,12 +201,12 @@ def test_1_24_a_failed_sample_shifts_no_other_group(estimator: Any) -> None:
 
 def test_1_25_the_version_of_a_token_is_pinned_when_its_request_is_sent() -> None:
     def overtaken(request: Any) -> Completion:
-        pinned = sampler.engine.version
-        sampler.engine.load_weights([], pinned + 1)
+        pinned = collector.engine.version
+        collector.engine.load_weights([], pinned + 1)
         return Completion(token_ids=(2, 3), logprobs=torch.zeros(2), finish=FinishReason.LENGTH, version=pinned)
 
-    sampler = sampler_of(script=overtaken)
-    rollout = sample_groups(sampler, PROMPT, 9)
+    collector = collector_of(script=overtaken)
+    rollout = sample_groups(collector, PROMPT, 9)
     assert rollout.fit_width(3).policy_version.tolist() == [[6, 6, -1], [7, 7, -1], [8, 8, -1]]
     assert [stat.value() for stat in staleness(rollout, 9).values()] == [2.0, 3.0]
 

@@ -15,7 +15,7 @@ from lightning import pytorch
 from lightning.pytorch import Callback, Trainer
 
 from lightning_rl.audit import SignalAudit
-from lightning_rl.rollouts.sample import Sampler
+from lightning_rl.rollouts import collector
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "agent.py"
 
@@ -58,8 +58,8 @@ def test_training_what_the_environment_says_shows_in_its_log_probability_and_to_
     leaks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if leaks:
-        lay_out = Sampler._lay_out  # noqa: SLF001
-        monkeypatch.setattr(Sampler, "_lay_out", lambda *rows, **options: leak_mask(lay_out(*rows, **options)))
+        lay_out = collector.lay_out
+        monkeypatch.setattr(collector, "lay_out", lambda *rows, **options: leak_mask(lay_out(*rows, **options)))
     audit = SignalAudit(1, checks=["trained_tokens"])
     monkeypatch.setattr(pytorch, "Trainer", with_callback(pytorch.Trainer, audit))
     monkeypatch.chdir(tmp_path)

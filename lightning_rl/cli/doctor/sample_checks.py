@@ -18,6 +18,7 @@ from lightning_rl.rewards import Rewards
 from lightning_rl.rewards.reward_call import completion_form
 from lightning_rl.rewards.submitted import return_alone
 from lightning_rl.rollout import Rollout
+from lightning_rl.rollouts.collector import reward_arguments
 from lightning_rl.rollouts.failures import FailureReport
 from lightning_rl.rollouts.first_sample import first_sample
 from lightning_rl.rollouts.logprob_passes import add_logprobs
@@ -53,14 +54,14 @@ def draw_samples(module: RLLightningModule, number: int, limit: float) -> Checke
     module.run.sync(0)
     prompts, begin = module.data_module.take(number), time.perf_counter()
     nothing = Rewards({"none": lambda prompts, *_, **__: [0.0] * len(prompts)})
-    sampler = replace(module.run.sampler, rewards=nothing, corrections=Corrections(), greedy_baseline=False)
-    drawn = sampler.generate(sampler.open(prompts, 0), logprobs=sampler.reads_logprobs(0))
-    rollout, *_ = sampler.score(drawn)
+    collector = replace(module.run.collector, rewards=nothing, corrections=Corrections(), greedy_baseline=False)
+    drawn = collector.sample(collector.open(prompts, 0), logprobs=collector.reads_logprobs(0))
+    rollout, *_ = collector.reward(drawn)
     report = FailureReport()
     report.add(drawn.trajectories)
     report.write()
     seconds = time.perf_counter() - begin
-    arguments = sampler.reward_arguments(drawn.trajectories)
+    arguments = reward_arguments(drawn.trajectories, collector.texts)
     pairs = zip(arguments["prompts"], arguments["completions"], strict=True)
     arguments["completions"] = [completion_form(prompt, text) for prompt, text in pairs]
     return CheckedSamples(module, rollout, drawn.trajectories, Rows(**arguments), seconds, limit)

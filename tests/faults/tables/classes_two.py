@@ -20,8 +20,8 @@ import lightning_rl.advantages.group_relative
 import lightning_rl.algorithm
 import lightning_rl.losses.policy_loss
 import lightning_rl.policy.lora
+import lightning_rl.rollouts.collector
 import lightning_rl.rollouts.estimate_signal
-import lightning_rl.rollouts.sample
 import lightning_rl.run.training
 import lightning_rl.update
 from faults.fault import OLD_TO_ROLLOUT, PPO, Fault, correction, engine, hooks, user
@@ -43,7 +43,6 @@ from lightning_rl.corrections.combine import PolicyFactor
 from lightning_rl.generation import Completion, Request
 from lightning_rl.policy.lora import adapters_of
 from lightning_rl.rewards import Rewards
-from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.signal.importance_ratios import policy_ratio
 from lightning_rl.signal.kl import k2, k3
 from lightning_rl.signal.masked import GlobalSum
@@ -525,7 +524,7 @@ class FewSeeds(TransformersEngine):
         )
 
 
-REQUEST_SEED = lightning_rl.rollouts.sample.request_seed
+REQUEST_SEED = lightning_rl.rollouts.collector.request_seed
 
 
 def seed_of_place(run_seed: int, rollout: int, sample_id: int) -> int:
@@ -828,7 +827,7 @@ ALL: tuple[Fault, ...] = (
     library(
         "checked completions sorted by length",
         "stage generate",
-        [after(Sampler, "draw", by_length)],
+        [after(lightning_rl.rollouts.collector, "complete", by_length)],
         fresh={"engine": Quiet},
     ),
     # equal seeds in every rollout
@@ -837,7 +836,7 @@ ALL: tuple[Fault, ...] = (
     library(
         "requests with the same seeds in every rollout",
         "stage generate, the seeds",
-        [patch.object(lightning_rl.rollouts.sample, "request_seed", seed_of_place)],
+        [patch.object(lightning_rl.rollouts.collector, "request_seed", seed_of_place)],
     ),
     # a missing reward counted as zero
     library(
@@ -871,21 +870,21 @@ ALL: tuple[Fault, ...] = (
     library(
         "columns of the previous row",
         "stage generate",
-        [after(Sampler, "reward_arguments", shifted_columns)],
+        [after(lightning_rl.rollouts.collector, "reward_arguments", shifted_columns)],
         options={"rewards": by_answer},
         data=with_answers,
     ),
     library(
         "responses of the previous row",
         "stage generate",
-        [after(Sampler, "reward_arguments", shifted_completions)],
+        [after(lightning_rl.rollouts.collector, "reward_arguments", shifted_completions)],
         options={"rewards": by_answer},
         data=with_answers,
     ),
     library(
         "prompts repeated one row late",
         "stage generate",
-        [after(Sampler, "reward_arguments", shifted_prompts)],
+        [after(lightning_rl.rollouts.collector, "reward_arguments", shifted_prompts)],
         options={"rewards": by_answer},
         data=with_answers,
     ),

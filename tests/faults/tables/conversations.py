@@ -25,7 +25,7 @@ from typing_extensions import override
 import lightning_rl.advantages.gae
 import lightning_rl.environments.conversation
 import lightning_rl.generation.engine
-import lightning_rl.rollouts.sample
+import lightning_rl.rollouts.collector
 import lightning_rl.run.training
 from faults import talks
 from faults.fault import Fault
@@ -47,7 +47,6 @@ from lightning_rl.environments import (
 )
 from lightning_rl.environments.run_environments import Environments
 from lightning_rl.generation import Request
-from lightning_rl.rollouts.sample import Sampler
 from lightning_rl.samples import Trajectory
 
 DRAW = "generate|conversation|turn"
@@ -169,7 +168,7 @@ def over_the_drawn(rollout: Rollout, policy: Any, plan_of: Any) -> Stat:
 def logged(name: str, value: Any) -> Any:
     """Change a metric of conversations: a function from all metrics by name to its values."""
     change = figures(lambda found: {name: value(found)} if found.get("env/turns") else {})
-    return after(lightning_rl.rollouts.sample, "metrics_of", change)
+    return after(lightning_rl.rollouts.collector, "metrics_of", change)
 
 
 def first_environment(self: Environments, prompt: Any) -> str:
@@ -240,7 +239,11 @@ FAULTS: tuple[Fault, ...] = (
         **LATE,
     ),
     rows("padding between two turns", talks.padded_inside),
-    chat("the last turn of a conversation lost", DRAW, patches=[around(Sampler, "_lay_out", talks.last_turn_lost)]),
+    chat(
+        "the last turn of a conversation lost",
+        DRAW,
+        patches=[around(lightning_rl.rollouts.collector, "lay_out", talks.last_turn_lost)],
+    ),
     # Masks.
     rows("a newline behind a closing token trained", talks.training_closing),
     rows("what an environment says trained", talks.training_all),
@@ -262,13 +265,13 @@ FAULTS: tuple[Fault, ...] = (
     chat(
         "what the environment gave the row above",
         "reward|generate",
-        patches=[after(lightning_rl.rollouts.sample, "reward_columns", talks.rewards_of_the_row_above)],
+        patches=[after(lightning_rl.rollouts.collector, "reward_columns", talks.rewards_of_the_row_above)],
     ),
     chat(
         "conversations that rewards see without their last message",
         "conversation|reward|generate",
         options={"rewards": said_by_policy},
-        patches=[after(lightning_rl.rollouts.sample, "reward_columns", talks.without_last_message)],
+        patches=[after(lightning_rl.rollouts.collector, "reward_columns", talks.without_last_message)],
     ),
     chat("statistics over turns", "PerTurn", options={"advantages": PerTurn()}),
     chat(

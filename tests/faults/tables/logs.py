@@ -17,7 +17,7 @@ from faults.patches import after, logging
 from lightning_rl import Rollout, Stat
 from lightning_rl.callbacks import DynamicSampling, OverlongPenalty, ReferenceKL
 from lightning_rl.metrics import MetricLog
-from lightning_rl.rollouts.sample import Sampler
+from lightning_rl.rollouts.collector import Collector
 from lightning_rl.update import StepGradient
 
 
@@ -137,7 +137,7 @@ FAULTS: tuple[Fault, ...] = (
         "groups sampled counted after the filter",
         DynamicSampling,
         culprit="groups/sampled",
-        patches=[after(Sampler, "fill_groups", kept_alone)],
+        patches=[after(Collector, "fill_groups", kept_alone)],
     ),
     Fault(
         "advantages logged over padding",

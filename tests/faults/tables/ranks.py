@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import AdamW
 from typing_extensions import override
 
-import lightning_rl.rollouts.generator
+import lightning_rl.rollouts.collector
 from faults.fault import Fault, correction, user
 from faults.patches import after
 from lightning_rl import LossTerm, LossView, RLCallback, Rollout, Stat
@@ -61,7 +61,7 @@ FAULTS: tuple[Fault, ...] = (
         "the same prompts on both ranks",
         "prompt|distribute|generate|data|sampl",
         options=SLOW,
-        patches=[after(lightning_rl.rollouts.generator, "distribute_prompts", same_hand)],
+        patches=[after(lightning_rl.rollouts.collector, "distribute_prompts", same_hand)],
         ranks=2,
     ),
     user(

@@ -22,7 +22,7 @@ from lightning_rl.corrections import Corrections
 from lightning_rl.distributed import Parallel
 from lightning_rl.policy import FrozenModel, PolicyModel
 from lightning_rl.rewards import Rewards
-from lightning_rl.rollouts.sample import Sampler
+from lightning_rl.rollouts.collector import Collector
 from lightning_rl.signal.kl import k3
 from lightning_rl.update import StepWeights
 
@@ -256,7 +256,7 @@ FAULTS: tuple[Fault, ...] = (
         "a group lost after the draw",
         "stage generate",
         check="sample_conservation",
-        patches=[after(Sampler, "fill_groups", patches.without_first_group)],
+        patches=[after(Collector, "fill_groups", patches.without_first_group)],
     ),
     Fault(
         "temperature applied twice",

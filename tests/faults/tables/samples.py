@@ -14,7 +14,7 @@ from typing_extensions import override
 
 import lightning_rl.data.data_module
 import lightning_rl.evaluation.tally
-import lightning_rl.rollouts.sample
+import lightning_rl.rollouts.collector
 from faults.fault import Fault, engine
 from faults.parts import Altering
 from lightning_rl import Evaluation, FinishReason, PromptDataModule, TransformersEngine
@@ -271,12 +271,12 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "one seed for all samples of a prompt",
         SEEDS,
-        patches=[patch.object(lightning_rl.rollouts.sample, "request_seed", seed_of_prompt)],
+        patches=[patch.object(lightning_rl.rollouts.collector, "request_seed", seed_of_prompt)],
     ),
     Fault(
         "one seed for a place in its group",
         SEEDS,
-        patches=[patch.object(lightning_rl.rollouts.sample, "request_seed", seed_of_place)],
+        patches=[patch.object(lightning_rl.rollouts.collector, "request_seed", seed_of_place)],
         **AGAIN,
     ),
     engine("answers of earlier rollouts", Remembering, **AGAIN),

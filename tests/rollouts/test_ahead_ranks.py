@@ -66,7 +66,7 @@ def rank(folder: Path) -> None:
     )
     with pytest.raises(kind, match=message):
         run(2, Failing())
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, Rollou
 from lightning_rl.callbacks import AdaptiveKL, DynamicSampling, TruncatedIS
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.generation import Completion, EngineState, Request
-from lightning_rl.rollouts import prefetch
-from lightning_rl.rollouts.prefetch import pending_from_state
+from lightning_rl.rollouts import ahead
+from lightning_rl.rollouts.ahead import pending_from_state
 from lightning_rl.samples import Prompt
 
 pytestmark = pytest.mark.filterwarnings(
@@ -36,7 +36,7 @@ VALIDATED: dict[str, Any] = {"val_check_interval": 3, "check_val_every_n_epoch":
 
 
 def in_flight() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]
 
 
 class Gated(TransformersEngine):
@@ -235,10 +235,10 @@ def test_a_signal_saves_what_is_in_flight_and_the_run_goes_on_from_there(tmp_pat
 
 
 def test_an_engine_that_hangs_is_given_up_with_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "PATIENCE", 0.01)
-    monkeypatch.setattr(prefetch, "HURRY", 0.01)
+    monkeypatch.setattr(ahead, "PATIENCE", 0.01)
+    monkeypatch.setattr(ahead, "HURRY", 0.01)
     engine = Gated(fails=OSError("given up"))
-    message = r"expected rollout 1 within 0.01 seconds, .* raise lightning_rl\.rollouts\.prefetch"
+    message = r"expected rollout 1 within 0.01 seconds, .* raise lightning_rl\.rollouts\.ahead"
     with pytest.raises(TimeoutError, match=message):
         run(engine=engine)
     (thread,) = in_flight()

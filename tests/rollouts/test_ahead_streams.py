@@ -154,4 +154,4 @@ def test_an_error_in_flight_ends_all_of_them_at_once(monkeypatch: pytest.MonkeyP
 
     with pytest.raises(RuntimeError, match="something else"):
         run(clock, 4, Stops(), lengths=[[4] * 8] + [[50] * 8] * 9)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ahead")]

@@ -19,7 +19,7 @@ from lightning_rl.data import Prompt
 from lightning_rl.environments.parsing import plain_text
 from lightning_rl.generation import Completion, Request
 from lightning_rl.rewards import Rewards, TagFormat
-from lightning_rl.rollouts.sample import Sampler, distribute_prompts
+from lightning_rl.rollouts.collector import Collector, distribute_prompts
 
 G = 3
 Keep = Callable[[Rollout], Tensor]
@@ -62,23 +62,23 @@ def test_every_token_keeps_the_version_that_drew_it() -> None:
             token_ids=(5,) * length, logprobs=torch.zeros(length), finish=FinishReason.LENGTH, version=3, versions=mixed
         )
 
-    sampler = sampler_of(script=said)
-    sampler.engine.version = 3  # when it is asked; version 4 comes while it generates
-    rollout, _ = fill_rollout(sampler, stream().take, 1, 4)
+    collector = collector_of(script=said)
+    collector.engine.version = 3  # when it is asked; version 4 comes while it generates
+    rollout, _ = fill_rollout(collector, stream().take, 1, 4)
     assert rollout.policy_version.tolist() == [[3, 3, -1], [3, 4, 4], [3, 3, -1]]
     with pytest.raises(ValueError, match="expected a version for each of 2 tokens, got 1"):
         Completion(token_ids=(5, 6), logprobs=None, finish=FinishReason.STOP, version=1, versions=(1,))
 
 
-def sampler_of(
+def collector_of(
     *callbacks: RLCallback, script: Any = answer, rewards: Any = (parity_reward,), **options: Any
-) -> Sampler:
+) -> Collector:
     known: dict[str, Any] = {
         "engine": FakeEngine(script), "tokenizer": None, "rewards": Rewards(rewards),
         "corrections": Corrections(callbacks), "group_size": G, "seed": 11,
         "sampling": SamplingParams(temperature=0.7, max_new_tokens=9, eos_token_ids=[1], stop=("x",)),
     }  # fmt: skip
-    built = Sampler(**{**known, **options})
+    built = Collector(**{**known, **options})
     for version in range(7):
         built.engine.load_weights([], version)
     return built
@@ -92,20 +92,20 @@ def stream(number: int = 50) -> PromptDataModule:
 
 
 def test_a_sample_is_known_by_its_prompt_and_its_number_in_the_group() -> None:
-    data, sampler = stream(), sampler_of()
+    data, collector = stream(), collector_of()
     for first in (0, 2):  # the index goes on from rollout to rollout
-        rollout, _ = fill_rollout(sampler, data.take, 2, first)
+        rollout, _ = fill_rollout(collector, data.take, 2, first)
         indices = [first, first + 1]
         assert rollout.groups.tolist() == [index for index in indices for _ in range(G)]
         assert rollout.sample_ids.tolist() == [index * G + j for index in indices for j in range(G)]
 
 
 def test_requests_carry_everything_that_decides_a_sample() -> None:
-    sampler = sampler_of()
-    fill_rollout(sampler, stream().take, 2, 4)
-    again = sampler_of()
+    collector = collector_of()
+    fill_rollout(collector, stream().take, 2, 4)
+    again = collector_of()
     fill_rollout(again, stream().take, 2, 5)
-    engine, other = sampler.engine, again.engine
+    engine, other = collector.engine, again.engine
     assert isinstance(engine, FakeEngine) and isinstance(other, FakeEngine)
     requests = engine.requests
     assert [request.prefix_ids for request in requests] == [(2,)] * G + [(3, 3)] * G
@@ -120,7 +120,7 @@ def test_completions_become_padded_rows_with_their_masks() -> None:
         length, finish = [(2, FinishReason.STOP), (4, FinishReason.LENGTH), (0, FinishReason.ABORT)][request.sample_id]
         return Completion(token_ids=(5,) * length, logprobs=torch.full((length,), -0.5), finish=finish, version=6)
 
-    rollout, _ = fill_rollout(sampler_of(script=said), stream().take, 1)
+    rollout, _ = fill_rollout(collector_of(script=said), stream().take, 1)
     assert rollout.response_ids.tolist() == [[5, 5, 0, 0], [5] * 4, [0] * 4]
     assert rollout.response_lengths.tolist() == [2, 4, 0] and rollout.prompt_lengths.tolist() == [1] * G
     assert rollout.action_mask.sum(-1).tolist() == rollout.valid_tokens.sum(-1).tolist() == [2, 4, 0]
@@ -139,7 +139,7 @@ def test_columns_are_joined_to_their_prompts_and_missing_ones_are_none() -> None
         return [0.0] * len(prompts)
 
     prompts = [Prompt(7, (2,), "two", {"answer": "b"}), Prompt(3, (3,), "three", {"level": 4})]
-    sample_groups(sampler_of(rewards=[reading], tokenizer=tiny_tokenizer()), prompts)
+    sample_groups(collector_of(rewards=[reading], tokenizer=tiny_tokenizer()), prompts)
     assert seen["prompts"] == ["two"] * G + ["three"] * G
     assert seen["answer"] == ["b"] * G + [None] * G and seen["level"] == [None] * G + [4] * G
     assert seen["completion_ids"][0] == answer(request_of((2,), 21))
@@ -154,11 +154,11 @@ def test_special_tokens_are_text_unless_they_end_or_fill_a_response() -> None:
     ids = [number[word] for word in ("<think>", "a", "</think>", "<answer>", "b", "</answer>")]
     ends = [number[word] for word in ("<end>", "</s>", "<pad>")]
     sampling = SamplingParams(eos_token_ids=ends[:1])
-    text = sampler_of(tokenizer=tokenizer, sampling=sampling).texts([[*ids, *ends]])[0]
+    text = collector_of(tokenizer=tokenizer, sampling=sampling).texts([[*ids, *ends]])[0]
     assert text.split() == ["<think>", "a", "</think>", "<answer>", "b", "</answer>"]
     assert TagFormat()(["?"], [text]) == [1.0]
     assert plain_text(tokenizer, ends)(ids + ends, (), ()).text == text
-    assert sampler_of(tokenizer=tokenizer).texts([ends[:1]])[0] == "<end>", "which ends no response of this run"
+    assert collector_of(tokenizer=tokenizer).texts([ends[:1]])[0] == "<end>", "which ends no response of this run"
 
 
 def test_the_texts_of_a_round_are_decoded_in_one_call_that_inspects_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_the_texts_of_a_round_are_decoded_in_one_call_that_inspects_no_token(mon
         return [0.0] * len(prompts)
 
     monkeypatch.setattr(type(tokenizer), "decode", watched)
-    rollout = sample_groups(sampler_of(rewards=[reading], tokenizer=tokenizer), stream().take(3))
+    rollout = sample_groups(collector_of(rewards=[reading], tokenizer=tokenizer), stream().take(3))
     assert calls == [(np.ndarray, len(rollout))]
     rows = zip(rollout.response_ids.tolist(), rollout.response_lengths.tolist(), strict=True)
     assert seen == [tokenizer.decode(ids[:length], skip_special_tokens=True) for ids, length in rows]
@@ -186,14 +186,14 @@ def test_the_texts_of_a_round_are_decoded_in_one_call_that_inspects_no_token(mon
 def test_an_engine_that_does_not_give_every_log_probability_is_refused(logprobs: Tensor | None, got: str) -> None:
     faulty = Completion(token_ids=(5, 1), logprobs=logprobs, finish=FinishReason.STOP, version=6)
     with pytest.raises(EngineError, match=rf"for each of 2 tokens from FakeEngine, got .*{got}\]? for sample 0"):
-        fill_rollout(sampler_of(script=lambda _: faulty), stream().take, 1)
+        fill_rollout(collector_of(script=lambda _: faulty), stream().take, 1)
     silent = FakeEngine(lambda _: faulty, returns_logprobs=False)
-    fill_rollout(sampler_of(engine=silent), stream().take, 1)  # not asked for
+    fill_rollout(collector_of(engine=silent), stream().take, 1)  # not asked for
 
 
 def test_no_prompts_give_no_rows_with_the_same_fields() -> None:
-    sampler = sampler_of()
-    none, some = sample_groups(sampler, []), sample_groups(sampler, stream().take(1))
+    collector = collector_of()
+    none, some = sample_groups(collector, []), sample_groups(collector, stream().take(1))
     assert len(none) == 0 and [name for name, _ in none.tensors()] == [name for name, _ in some.tensors()]
 
 
@@ -201,15 +201,15 @@ def test_rows_that_a_mask_or_a_reward_takes_out_of_the_reward_stay_in_training()
     def applies_to_some(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> list[float | None]:
         return [None if place == 3 else 1.0 for place in range(len(prompts))]
 
-    sampler = sampler_of(OddSamplesOnly(), rewards=[applies_to_some])
+    collector = collector_of(OddSamplesOnly(), rewards=[applies_to_some])
     with pytest.warns(UserWarning, match="no reward function applies"):
-        rollout, _ = fill_rollout(sampler, stream().take, 2)
+        rollout, _ = fill_rollout(collector, stream().take, 2)
     assert rollout.rewarded.tolist() == [False, True, False, False, False, True] and rollout.trained.all()
 
 
 def test_filtered_groups_are_replaced_by_the_next_prompts() -> None:
     keeping, data = Keeping(lambda rollout: rollout.groups % 3 == 0), stream()
-    rollout, stats = fill_rollout(sampler_of(keeping), data.take, 3)
+    rollout, stats = fill_rollout(collector_of(keeping), data.take, 3)
     assert rollout.groups.tolist() == [0] * G + [3] * G + [6] * G
     assert [seen.groups.unique().tolist() for seen in keeping.seen] == [[0, 1, 2], [3, 4], [5], [6]]
     assert data.position.cursor == 7 and float(stats["groups/filtered"].value()) == 4, (
@@ -221,7 +221,7 @@ def test_refilling_ends_after_a_number_of_rounds_with_a_warning() -> None:
     keeping, data = Keeping(lambda rollout: rollout.groups == 2), stream()
     keeping.max_rounds = 4
     with pytest.warns(UserWarning, match="2 groups are missing after 4 rounds of refilling"):
-        rollout, stats = fill_rollout(sampler_of(keeping), data.take, 3)
+        rollout, stats = fill_rollout(collector_of(keeping), data.take, 3)
     assert rollout.groups.tolist() == [2] * G and len(keeping.seen) == 4
     assert data.position.cursor == 3 + 2 * 3 and float(stats["groups/filtered"].value()) == data.position.cursor - 1
 
@@ -242,11 +242,11 @@ def test_groups_that_are_solved_or_not_are_counted_before_they_are_filtered() ->
 
     keeping = Keeping(lambda rollout: torch.zeros(len(rollout), dtype=torch.bool))
     keeping.max_rounds = 1
-    sampler = sampler_of(keeping, rewards=[by_prompt], group_size=2)
+    collector = collector_of(keeping, rewards=[by_prompt], group_size=2)
     data = PromptDataModule([[first] for first in scores], 1, shuffle=False)
     data.connect(None, None)
     with pytest.warns(UserWarning, match="groups are missing"):
-        _, stats = fill_rollout(sampler, data.take, len(scores))
+        _, stats = fill_rollout(collector, data.take, len(scores))
     counts = {name: float(stats[f"groups/{name}"].value()) for name in ("sampled", "solved", "unsolved")}
     assert counts == {"sampled": 6, "solved": 2, "unsolved": 1}
 
@@ -256,7 +256,7 @@ def test_a_split_group_is_refused() -> None:
     with pytest.raises(
         ValueError, match="expected keep_groups to return equal values within a group, got both in group 1"
     ):
-        fill_rollout(sampler_of(splitting), stream().take, 2)
+        fill_rollout(collector_of(splitting), stream().take, 2)
 
 
 @pytest.mark.parametrize(
@@ -284,20 +284,20 @@ def lengths_of(prompts: Sequence[Any], completions: Sequence[str], *, completion
 
 
 def baseline(*callbacks: RLCallback, script: Any = greedy_or_not, number: int = 2, **options: Any) -> Rollout:
-    built = sampler_of(*callbacks, script=script, greedy_baseline=True, **{"rewards": [lengths_of], **options})
+    built = collector_of(*callbacks, script=script, greedy_baseline=True, **{"rewards": [lengths_of], **options})
     return fill_rollout(built, stream().take, number)[0]
 
 
 def test_a_greedy_baseline_is_one_more_request_for_each_prompt_in_the_same_call() -> None:
-    plain, sampler = sampler_of(), sampler_of(greedy_baseline=True)
-    calls, generate = [], sampler.engine.generate
+    plain, collector = collector_of(), collector_of(greedy_baseline=True)
+    calls, generate = [], collector.engine.generate
 
     def counting(requests: Sequence[Request], **options: Any) -> list[Completion]:
         calls.append(requests)
         return generate(requests, **options)
 
-    sampler.engine.generate = counting
-    fill_rollout(sampler, stream().take, 2, 3)
+    collector.engine.generate = counting
+    fill_rollout(collector, stream().take, 2, 3)
     fill_rollout(plain, stream().take, 2, 3)
     assert isinstance(plain.engine, FakeEngine) and len(calls) == 1
     sampled, greedy = calls[0][: 2 * G], calls[0][2 * G :]
@@ -309,7 +309,7 @@ def test_a_greedy_baseline_is_one_more_request_for_each_prompt_in_the_same_call(
 
 
 def test_greedy_answers_are_no_rows_of_the_rollout_and_leave_the_others_alone() -> None:
-    without, _ = fill_rollout(sampler_of(script=greedy_or_not, rewards=[lengths_of]), stream().take, 2)
+    without, _ = fill_rollout(collector_of(script=greedy_or_not, rewards=[lengths_of]), stream().take, 2)
     found = baseline()
     assert "greedy_score" not in without.extras and found.extras["greedy_score"].tolist() == [2.0] * G + [3.0] * G
     state = {name: tensor for name, tensor in found.tensors() if name != "extras/greedy_score"}

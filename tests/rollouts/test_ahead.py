@@ -36,8 +36,7 @@ from lightning_rl import (
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import DynamicSampling, OffPolicyIS, RolloutKL, TruncatedIS
 from lightning_rl.generation import Capabilities, Completion, Request
-from lightning_rl.rollouts.prefetch import stream_context
-from lightning_rl.rollouts.sample import check_staleness
+from lightning_rl.rollouts.ahead import Ahead, stream_context
 
 WAIT = 60.0  # seconds after which a test that would hang fails
 
@@ -231,11 +230,11 @@ def test_a_token_that_is_too_old_names_row_and_version() -> None:
     with pytest.raises(EngineError, match=r"tokens of version 1, which it had at .* got version 0 for sample 32 \("):
         fit(module_of(engine=Paused(steps, late=1)), callbacks=[TruncatedIS(), steps])
     old = rollout_of([1.0, 0.0], [[1, 1], [1, 0]]).replace(policy_version=torch.tensor([[4, 4], [3, -1]]))
-    check_staleness(old, 5, 2)
+    Ahead(max_staleness=2).check(old, 5)
     with pytest.raises(
         RuntimeError, match=r"rollout 5 from weights at most 1 rollouts old .* version 3 at row 1 \(sample 101\), resp"
     ):
-        check_staleness(old, 5, 1)
+        Ahead(max_staleness=1).check(old, 5)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
