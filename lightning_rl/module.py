@@ -36,6 +36,7 @@ from lightning_rl.generation import Engine, SamplingParams
 from lightning_rl.losses import Critic, PolicyLoss
 from lightning_rl.monitors import check_names, logs_itself, warn_without_validation
 from lightning_rl.optimizers import OptimizerBuilder, SchedulerBuilder, fused_adamw
+from lightning_rl.options import Options
 from lightning_rl.policy import ModelOptions, PolicyModel
 from lightning_rl.policy.build import ModelSource, TokenizerSource
 from lightning_rl.rewards import Rewards, RewardSource
@@ -158,7 +159,7 @@ class RLLightningModule(LightningModule):
     ) -> None:
         super().__init__()
         check_overrides(self)
-        self.options = options = resolve_options(
+        options = resolve_options(
             policy=policy,
             rewards=rewards,
             advantages=advantages,
@@ -493,6 +494,11 @@ class RLLightningModule(LightningModule):
     def algorithm(self) -> Algorithm:
         """Algorithm with the corrections among the callbacks, from setup on."""
         return self.run.algorithm
+
+    @property
+    def options(self) -> Options:
+        """Constructor arguments; strings such as ``"grpo"`` are replaced by objects."""
+        return self.run.options
 
     @property
     def steps_per_rollout(self) -> int:

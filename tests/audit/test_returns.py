@@ -1,16 +1,11 @@
 """Returns and advantages of tokens, against their definition."""
 
-import warnings
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kit.evidence import culprits, evidence_of
-from kit.support import fit, tiny_module, tiny_prompts
-from torch.optim import AdamW
 from typing_extensions import override
 
 from lightning_rl import GAE
@@ -24,10 +19,9 @@ from lightning_rl.advantages import (
     RelativePosition,
     RewardSignal,
 )
-from lightning_rl.audit import CHECKS, SignalAudit, recheck
+from lightning_rl.audit import CHECKS
 from lightning_rl.audit.checks.return_checks import step_advantages, steps_of
 from lightning_rl.audit.evidence import Evidence
-from lightning_rl.callbacks import AdaptiveKL
 from lightning_rl.rollout import segments_of
 from lightning_rl.signal.discounted_returns import gae
 from lightning_rl.signal.masked import whiten
@@ -143,15 +137,3 @@ def test_every_estimator_of_the_library_is_checked_or_named(name: str) -> None:
         evidence = replace(evidence, algorithm=evidence.algorithm.replace(advantages=estimator))
         reason = f"{estimator.name} is not GAE, GAEOverTurns or ReinforcePlusPlus"
         assert CHECKS["token_returns"].judge(evidence).skipped == {"token_returns": reason}
-
-
-def test_a_saved_rollout_is_judged_with_the_coefficient_of_then(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"advantages": Doubled(), "critic": "shared", "optimizer": partial(AdamW, lr=0.02)}
-    adaptive = partial(AdaptiveKL, 0.1, target=1e-3, horizon=16)
-    audit = SignalAudit(1, checks=["token_returns"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        fit(tiny_module(**options), callbacks=[adaptive(), audit], data=tiny_prompts(12, 4), default_root_dir=tmp_path)
-    path = tmp_path / "audit" / "rollout-2.pt"
-    assert recheck(path, tiny_module(**options).algorithm, [adaptive()]) == [audit.findings[-1]]
-    assert not recheck(path, tiny_module(**options).algorithm, [adaptive()], checks=["returns_end_with_the_reward"])

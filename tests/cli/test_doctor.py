@@ -482,7 +482,7 @@ def test_a_vllm_has_its_share_of_the_device(precision: str, itemsize: int, monke
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB))
 
     def seen(module: RLLightningModule) -> tuple[MemoryPlan, EngineRoom | None]:
-        module.options = module.run.options = replace(module.options, engine=VLLMEngine(max_model_len=48, sleeps=True))
+        module.run.options = replace(module.options, engine=VLLMEngine(max_model_len=48, sleeps=True))
         with monkeypatch.context() as patch:
             patch.setattr(Run, "device", torch.device("cuda"))
             plan = memory_plan(module.run, 3)

@@ -367,7 +367,7 @@ def test_ranks_that_share_an_engine_keep_to_rounds_until_nobody_has_a_conversati
     found = on_ranks(
         shared_rank([opening(n, Echo(n)) for n in (1, 2, 4)]),
         shared_rank([]),
-        shared_rank([opening(n, Echo(n)) for n in (2, 2)]),
+        shared_rank([opening(n, Echo(2)) for n in (2, 3)]),
     )
     assert found == [([3, 2, 1, 1], 3), ([0, 0, 0, 0], 0), ([2, 2, 0, 0], 2)]
 

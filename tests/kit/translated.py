@@ -183,7 +183,7 @@ def steps_of(recipe: Path) -> list[dict[str, float]]:
         tokenizer = parts.module.options.tokenizer
         assert tokenizer is not None
         engine = FakeEngine(speak(lambda prompt: tokenizer(prompt)["input_ids"]))
-        parts.module.options = replace(parts.module.options, engine=engine)
+        parts.module.run.options = replace(parts.module.options, engine=engine)
         parts.trainer.fit(parts.module, parts.data)
         (log,) = recipe.parent.glob("out/**/metrics.csv")
         rows = [row for row in csv.DictReader(io.StringIO(log.read_text())) if row["loss/total"]]

@@ -192,7 +192,7 @@ def test_without_staleness_nothing_runs_in_another_thread_and_nothing_is_copied(
             drawn.append(in_background())
             return draw(self, requests, logprobs=logprobs)
 
-    module.options = replace(module.options, engine=Watched())
+    module.run.options = replace(module.options, engine=Watched())
     fit(module)
     assert module.models.replica is None and drawn == [False] * 4
 

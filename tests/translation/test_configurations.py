@@ -81,6 +81,6 @@ def test_a_published_configuration_trains_a_step(name: str, tmp_path: Path) -> N
     with chdir(tmp_path):
         parts = load_recipe(tmp_path / "recipe.py", [])
         engine = FakeEngine(lambda request: [2 + request.sample_id % 3, 1])
-        parts.module.options = replace(parts.module.options, engine=engine)
+        parts.module.run.options = replace(parts.module.options, engine=engine)
         parts.trainer.fit(parts.module, parts.data)
     assert parts.trainer.global_step == 1

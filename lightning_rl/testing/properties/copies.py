@@ -15,7 +15,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -251,6 +251,8 @@ class _Pickler(pickle.Pickler):
         if dataclasses.is_dataclass(obj) and not isinstance(obj, type) and getattr(obj, "__dict__", None):
             # pickle copies only the fields of a dataclass with slots, not attributes of subclasses
             return copyreg.__newobj__, (type(obj),), object.__getstate__(obj), None, None, _set_state  # pyrefly: ignore[missing-attribute]
+        if isinstance(obj, MethodType):  # pickle copies it by its name, which a lambda lacks
+            return MethodType, (obj.__func__, obj.__self__)
         return NotImplemented
 
     @override
