@@ -1,6 +1,7 @@
 """Collector: the scored groups of a rollout, sampled when needed or ahead, in rounds until enough groups are kept."""
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,10 @@ from lightning_rl.rollouts.failures import FailureReport, check_failures
 from lightning_rl.samples import PROMPT, Trajectory
 from lightning_rl.samples.seeds import GREEDY, request_seed, sample_id
 from lightning_rl.utils.decoding import decode_completions
+
+
+class RepeatedPromptError(ValueError):
+    """The data module returned a prompt twice for one rollout."""
 
 
 class Collected(NamedTuple):
@@ -391,7 +396,17 @@ def logged_metrics(calls: Sequence[RewardCall], conversations: Sequence[Trajecto
 
 
 def distribute_prompts(prompts: Sequence[Prompt], wanted: Sequence[int]) -> list[list[Prompt]]:
-    """Distribute prompts to the ranks round-robin until each has enough; ``[rank::world]`` if all want equally many."""
+    """Distribute prompts to the ranks round-robin until each has enough; ``[rank::world]`` if all want equally many.
+
+    Raises:
+        RepeatedPromptError: If two prompts have one index, by which their samples would be the same.
+    """
+    twice = [index for index, number in Counter(prompt.index for prompt in prompts).items() if number > 1]
+    if twice:
+        raise RepeatedPromptError(
+            f"expected different prompts from take of the data module, got index {twice[0]} twice: give a prompt that "
+            "repeats an index of its own"
+        )
     dealt: list[list[Prompt]] = [[] for _ in wanted]
     rank = 0
     for prompt in prompts:

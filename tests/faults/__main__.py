@@ -19,7 +19,7 @@ from faults.on_ranks import is_rank, run_on_ranks, trainer_options
 from faults.runs import audit_run
 from faults.tables import FAULTS
 
-REFUSALS = {"CanaryError": "canary", "EditError": "edits", "EngineError": "answers"}
+REFUSALS = {"CanaryError": "canary", "EditError": "edits", "EngineError": "answers", "RepeatedPromptError": "prompts"}
 
 
 def found_by_audit(fault: Fault | None, kept: Path | None = None) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ from lightning_rl.data import Prompt
 from lightning_rl.environments.parsing import plain_text
 from lightning_rl.generation import Completion, Request
 from lightning_rl.rewards import Rewards, TagFormat
-from lightning_rl.rollouts.collector import Collector, distribute_prompts
+from lightning_rl.rollouts.collector import Collector, RepeatedPromptError, distribute_prompts
 
 G = 3
 Keep = Callable[[Rollout], Tensor]
@@ -359,3 +359,9 @@ def test_only_rollouts_draw_baselines() -> None:
     engine = FakeEngine(lambda _: [2, 1])
     tiny_module(engine=engine, advantages="remax").generate([[2, 3], [4]])
     assert [request.sample_id for request in engine.requests] == [0, 1]
+
+
+def test_a_prompt_that_is_taken_twice_for_a_rollout_is_refused() -> None:
+    prompts = [Prompt(index, (2,), "", {}) for index in (3, 4, 3)]
+    with pytest.raises(RepeatedPromptError, match="from take of the data module, got index 3 twice"):
+        distribute_prompts(prompts, [2, 1])

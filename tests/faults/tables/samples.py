@@ -317,7 +317,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault("a cursor that never moves", "cursor|prompt|data|StuckPrompts", data=lambda: StuckPrompts(ROWS, 4)),
     Fault("a cursor that moves too far", "EverySecondBatch", data=lambda: EverySecondBatch(ROWS, 4)),
-    Fault("a prompt twice in a rollout", "OnePromptTwice", data=lambda: OnePromptTwice(ROWS, 4)),
+    Fault("a prompt twice in a rollout", "take of the data module", data=lambda: OnePromptTwice(ROWS, 4)),
     Fault(
         "passes without the last rows",
         "cursor of the prompts",
