@@ -100,7 +100,7 @@ class Trajectory:
             completion: Completion of the prefix that ends with ``read``.
         """
         segments, values = list(self.segments), completion.prompt_extras
-        if parent is not None and parent != PROMPT and segments[parent].token_ids:
+        if values and parent is not None and parent != PROMPT and segments[parent].token_ids:
             last, begins = segments[parent], {name: len(value) - len(read) for name, value in values.items()}
             ends = {name: values[name][begin - 1 : begin] for name, begin in begins.items() if name in last.extras}
             extras = {name: torch.cat([last.extras[name][:-1], end]) for name, end in ends.items()}
