@@ -404,8 +404,8 @@ def distribute_prompts(prompts: Sequence[Prompt], wanted: Sequence[int]) -> list
     twice = [index for index, number in Counter(prompt.index for prompt in prompts).items() if number > 1]
     if twice:
         raise RepeatedPromptError(
-            f"expected different prompts from take of the data module, got index {twice[0]} twice: give a prompt that "
-            "repeats an index of its own"
+            f"expected different prompts from take of the data module, got index {twice[0]} twice: give a "
+            "repeated prompt another index"
         )
     dealt: list[list[Prompt]] = [[] for _ in wanted]
     rank = 0
