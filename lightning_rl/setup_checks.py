@@ -437,11 +437,17 @@ def check_changes(names: Iterable[str], known: Iterable[str]) -> None:
 
 
 def check_whole_checkpoint(checkpoint: Mapping[str, Any]) -> None:
-    """Raise ValueError if a checkpoint holds weights alone, from which a run cannot resume."""
+    """Raise ValueError if a checkpoint holds weights alone, or no state of a fit, from which a run cannot resume."""
     if "lr_schedulers" not in checkpoint:  # sharded strategies keep optimizers elsewhere
         raise ValueError(
             "expected a checkpoint to resume from, got weights alone (save_weights_only=True): pass one of "
             "ModelCheckpoint(save_weights_only=False), or start a new run with "
+            "RLLightningModule.load_from_checkpoint(...)"
+        )
+    if not checkpoint["lightning_rl"].get("fits", True):
+        raise ValueError(
+            "expected a checkpoint of a Trainer that fits, got one that a Trainer saved after nothing but an "
+            "evaluation: save it by the Trainer of the fit, or start a new run with "
             "RLLightningModule.load_from_checkpoint(...)"
         )
 

@@ -99,6 +99,28 @@ def test_resuming_at_every_step_of_a_run_ends_bitwise_equal(tmp_path: Path, opti
         assert_same_weights(resumed, expected)
 
 
+def test_a_checkpoint_after_an_evaluation_of_other_data_resumes_the_fit(tmp_path: Path) -> None:
+    expected, module = tiny_module(minibatches_per_rollout=2), tiny_module(minibatches_per_rollout=2)
+    fit(expected, max_steps=5, max_epochs=9)
+    trainer = fit(module, max_steps=1, max_epochs=9)
+    trainer.validate(module, tiny_prompts(validation=[[2]]), verbose=False)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    resumed = tiny_module(minibatches_per_rollout=2)
+    fit(resumed, max_steps=5, max_epochs=9, ckpt_path=tmp_path / "after.ckpt")
+    assert differing(resumed, expected) == []
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_checkpoint_of_a_trainer_that_did_not_fit_is_not_resumed(tmp_path: Path, steps: int) -> None:
+    module, evaluating = tiny_module(), a_trainer()
+    if steps:
+        fit(module, max_steps=steps)
+    evaluating.validate(module, tiny_prompts(validation=[[2]]), verbose=False)
+    evaluating.save_checkpoint(tmp_path / "evaluated.ckpt")
+    with pytest.raises(ValueError, match=r"expected a checkpoint of a Trainer that fits, got one .* an evaluation"):
+        fit(tiny_module(), ckpt_path=tmp_path / "evaluated.ckpt")
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("options", [GRPO, REPLAYED], ids=["grpo", "replayed"])
 def test_resuming_within_a_rollout_ends_bitwise_equal(tmp_path: Path, options: dict[str, Any]) -> None:

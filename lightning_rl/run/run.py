@@ -354,8 +354,12 @@ class Run:
         if hurried or not self.ahead.concurrent:
             self.ahead.drain(hurried=hurried)
         self.progress.write_corrections(checkpoint.get("callbacks", {}))
+        if fits := bool(self.trainer.optimizers):  # the data of a later evaluation may be other ones
+            data = self.progress.data
+            checkpoint[type(data).__qualname__] = data.state_dict()
         state = checkpoint["lightning_rl"] = {
             "run": self.progress.name,
+            "fits": fits,
             "configuration": self.configuration,
             "optimizer": None if self.optimizer is None else self.optimizer.description,
             "ranks": collectives.objects({**self.progress.state(), "metrics": self.metrics.state()}),
