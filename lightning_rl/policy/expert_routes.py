@@ -17,7 +17,7 @@ from jaxtyping import Float, Int, Int16
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_rl.policy.packing import common_prompts, join_sequences, sequences_of
+from lightning_rl.policy.packing import join_sequences, sequences_of
 from lightning_rl.policy.text_model import backbone_of, modules_behind
 from lightning_rl.rollout import ROUTES, Rollout
 
@@ -134,8 +134,8 @@ class MicrobatchRoutes:
                 f"expected routes [b, S, {len(layers)}, k] for {len(layers)} routers, got {list(padded.shape)}"
             )
         sequences = sequences_of(rows)
-        place, common = torch.arange(inside.shape[1], device=inside.device), common_prompts(rows, sequences).tokens
-        row_of, packed = sequences.row, inside & (place >= common[:, None])
+        place = torch.arange(inside.shape[1], device=inside.device)
+        row_of, packed = sequences.row, inside & (place >= sequences.common[:, None])
         real = (inside & rows.real[row_of, None])[:, :, None, None]
         missing = (real & (padded <= 0)).nonzero()
         if len(missing):

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped, UInt8
@@ -101,16 +102,16 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
     is_input = torch.ones_like(tokens, dtype=torch.bool)
     is_input[sequences.lengths.cumsum(0) - 1] = sequences.lengths == 1  # the only token of a sequence is an input
     inputs, source = tokens.masked_select(is_input), (is_input.cumsum(0) - 1).index_select(0, drawn - 1)
-    lengths = (sequences.lengths - 1).clamp(min=1)
+    lengths = sequences.inputs
     line = torch.arange(len(lengths), device=inputs.device).repeat_interleave(lengths, output_size=len(inputs))
     starts, shared, queries = lengths.cumsum(0) - lengths, None, lengths
     position = torch.arange(len(inputs), device=inputs.device) - starts.index_select(0, line)
-    if packed and bool((common := common_prompts(rows, sequences)).tokens.any()):
-        own = position >= common.tokens.index_select(0, line)
+    if packed and bool(sequences.common.any()):
+        own = position >= sequences.common.index_select(0, line)
         number = own.cumsum(0) - 1  # input index of each token
-        lent = starts[common.lender].index_select(0, line) + position
+        lent = starts[sequences.lender].index_select(0, line) + position
         number = torch.where(own, number, number.index_select(0, torch.where(own, 0, lent)))
-        queries = lengths - common.tokens
+        queries = lengths - sequences.common
         order = (queries * (len(inputs) + 1) + lengths).argsort(descending=True, stable=True)  # equal lengths together
         order = order[: int(queries.count_nonzero())]  # the only token of a response is no query
         keys = spans(starts[order], lengths[order])
@@ -161,29 +162,6 @@ def _join_rows(
     return tokens, first.index_select(0, row) + column
 
 
-class CommonPrompts(NamedTuple):
-    """Beginning of each sequence that another sequence has in the packed inputs.
-
-    Three samples of a prompt of 5 tokens: lender [0, 0, 0], tokens [0, 5, 5].
-
-    Attributes:
-        lender: Sequence that has it, often itself.
-        tokens: Number of its shared tokens; 0 for a lender.
-    """
-
-    lender: Int[Tensor, " s"]
-    tokens: Int[Tensor, " s"]
-
-
-def common_prompts(rows: Rollout, sequences: "Sequences") -> CommonPrompts:
-    """Return the prompts that the first row of a group shares with others, including their extras."""
-    number, inputs = torch.arange(len(sequences.row), device=sequences.row.device), (sequences.lengths - 1).clamp(min=1)
-    begins = (sequences.begin == 0).nonzero()[:, 0]
-    lender = number.index_put((begins,), begins[first_with_prompt(rows)])
-    tokens = torch.minimum(torch.minimum(inputs, inputs[lender]), rows.prompt_lengths[sequences.row])
-    return CommonPrompts(lender, torch.where(lender == number, 0, tokens))
-
-
 def first_with_prompt(rows: Rollout) -> Int[Tensor, " b"]:
     """Return for each row the first one of its group, if that has the same prompt and extras; otherwise itself."""
     first = (rows.groups[:, None] == rows.groups).to(torch.uint8).argmax(1)
@@ -195,21 +173,43 @@ def first_with_prompt(rows: Rollout) -> Int[Tensor, " b"]:
     return torch.where(alike, first, torch.arange(len(rows), device=first.device))
 
 
-class Sequences(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Sequences:
     """Sequences that the model reads: one per row, and one more for each new context.
 
     Row 0 with a new context at its token 9 of 14, and row 1 of 6 tokens: row [0, 0, 1], begin [0, 9, 0], lengths [9, 5,
-    6].
+    6]. Three samples of a prompt of 5 tokens: lender [0, 0, 0], common [0, 5, 5].
 
     Attributes:
+        rows: Rows of the sequences.
         row: Row of each sequence.
         begin: Index of its first token, from the start of the row's prompt.
         lengths: Number of its tokens.
     """
 
+    rows: Rollout
     row: Int[Tensor, " s"]
     begin: Int[Tensor, " s"]
     lengths: Int[Tensor, " s"]
+
+    @cached_property
+    def inputs(self) -> Int[Tensor, " s"]:
+        """Number of tokens that the model reads: all but the last, which predicts nothing, and at least one."""
+        return (self.lengths - 1).clamp(min=1)
+
+    @cached_property
+    def lender(self) -> Int[Tensor, " s"]:
+        """Sequence that has the beginning of each one in the packed inputs, often itself."""
+        begins = (self.begin == 0).nonzero()[:, 0]
+        return torch.arange(len(self.row), device=self.row.device).index_put(
+            (begins,), begins[first_with_prompt(self.rows)]
+        )
+
+    @cached_property
+    def common(self) -> Int[Tensor, " s"]:
+        """Number of tokens, of the prompt, that each sequence shares with its lender; 0 for a lender."""
+        tokens = torch.minimum(torch.minimum(self.inputs, self.inputs[self.lender]), self.rows.prompt_lengths[self.row])
+        return torch.where(self.lender == torch.arange(len(tokens), device=tokens.device), 0, tokens)
 
 
 def sequences_of(rows: Rollout) -> Sequences:
@@ -221,7 +221,7 @@ def sequences_of(rows: Rollout) -> Sequences:
     if rows.segments is None:
         lengths = rows.prompt_lengths + rows.response_lengths
         row = torch.arange(len(rows), device=lengths.device)
-        return Sequences(row, torch.zeros_like(row), lengths)
+        return Sequences(rows, row, torch.zeros_like(row), lengths)
     starts = context_starts(rows)
     if (rows.valid_tokens & starts).any():
         raise ValueError("expected a rewritten context to begin with tokens that were read, got a sampled token")
@@ -229,7 +229,7 @@ def sequences_of(rows: Rollout) -> Sequences:
     begin = torch.where(column > 0, rows.prompt_lengths[row] + column - 1, 0)
     ends = (rows.prompt_lengths + rows.response_lengths)[row]
     follows = functional.pad(row[1:] == row[:-1], (0, 1))  # by another sequence of its row
-    return Sequences(row, begin, torch.where(follows, begin.roll(-1), ends) - begin)
+    return Sequences(rows, row, begin, torch.where(follows, begin.roll(-1), ends) - begin)
 
 
 def join_sequences(
@@ -240,7 +240,7 @@ def join_sequences(
     The last token of a sequence is no input. The mask is True outside of padding, at least once per sequence.
     """
     sequences = sequences_of(rows)
-    lengths, row = (sequences.lengths - 1).clamp(min=1), sequences.row[:, None]
+    lengths, row = sequences.inputs, sequences.row[:, None]
     place = torch.arange(int(lengths.max()), device=lengths.device)
     position, number = sequences.begin[:, None] + place, rows.prompt_lengths[row]
     from_prompt = prompt[row, position.clamp(max=prompt.shape[1] - 1)]

@@ -141,7 +141,7 @@ def _microbatch_rows(rollout: Rollout, rows: Int[Tensor, " b"], budget: int, *, 
     selected, microbatches = rollout.select(rows), list[list[int]]()
     lengths, sequences = selected.prompt_lengths + selected.response_lengths, sequences_of(selected)
     if packed:
-        microbatches = _pack_groups(selected, lengths, sequences, budget)
+        microbatches = _pack_groups(sequences, lengths, budget)
     else:
         longest = lengths.scatter_reduce(0, sequences.row, sequences.lengths, "amax", include_self=False).tolist()
         numbers, widest, filled = sequences.row.bincount().tolist(), 0, 0
@@ -155,9 +155,9 @@ def _microbatch_rows(rollout: Rollout, rows: Int[Tensor, " b"], budget: int, *, 
     return [[index[row] for row in microbatch] for microbatch in microbatches]
 
 
-def _pack_groups(rows: Rollout, lengths: Int[Tensor, " b"], sequences: Sequences, budget: int) -> list[list[int]]:
+def _pack_groups(sequences: Sequences, lengths: Int[Tensor, " b"], budget: int) -> list[list[int]]:
     """Keep rows together that share their prompt, split those above the budget, and fill microbatches."""
-    inputs = (sequences.lengths[sequences.begin == 0] - 1).clamp(min=1)
+    rows, inputs = sequences.rows, sequences.inputs[sequences.begin == 0]
     columns = first_with_prompt(rows), lengths, torch.minimum(rows.prompt_lengths, inputs)
     first, tokens, prompts = (tensor.tolist() for tensor in columns)
     order = lengths.argsort(descending=True, stable=True)
