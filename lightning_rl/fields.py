@@ -194,6 +194,12 @@ class Items(Axis[Ragged]):
 
     @override
     def concatenate(self, values: Sequence[Ragged], shapes: Shapes, pad: float) -> Ragged:
+        kinds = {(value.values.dtype, tuple(value.values.shape[1:])): None for value in values}
+        if len(kinds) > 1:
+            first, other, *_ = (
+                f"{dtype} of shape [n{''.join(f', {size}' for size in shape)}]" for dtype, shape in kinds
+            )
+            raise ValueError(f"expected {self.name} of one dtype and shape in all rows, got {first} and {other}")
         return Ragged(torch.cat([value.values for value in values]), torch.cat([value.counts for value in values]))
 
     @override

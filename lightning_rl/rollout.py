@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, pairwise
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from lightning_rl.samples import FinishReason, Segment, Trajectory
 from lightning_rl.utils.device import to_device
 
 RolloutT = TypeVar("RolloutT", bound="Rollout")
+Value = TypeVar("Value")
 
 GREEDY_SCORE = "greedy_score"  # in ``extras``: score of a greedy response to the prompt of each row
 ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see policy/expert_routes.py
@@ -261,11 +262,19 @@ class Rollout:
         """Mask of the rows that the engine or the environment failed to finish, shape [B]."""
         return (self.finish == FinishReason.ABORT) | (self.finish == FinishReason.FAILED)
 
-    def require(self, name: str) -> Tensor:
+    @overload
+    def require(self, name: str) -> Tensor: ...
+    @overload
+    def require(self, name: str, kind: type[Value]) -> Value: ...
+    def require(self, name: str, kind: type[Any] = Tensor) -> Any:
         """Return the value of a field that a callback or loss needs, or of an entry such as ``"token_extras/teacher"``.
 
+        Args:
+            name: Name of the field or entry.
+            kind: Class of the value: :class:`.Ragged` for a ragged field such as ``segments``.
+
         Raises:
-            ValueError: If the value is None.
+            ValueError: If the value is None or of another class.
         """
         stem, _, key = name.partition("/")
         value = getattr(self, stem).get(key) if key else getattr(self, stem)
@@ -273,6 +282,11 @@ class Rollout:
             raise ValueError(
                 f'expected the rollout field "{name}" to be set, got None: add its name to the attribute "reads" of '
                 'the loss, or to "reads" or "reads_at_loss" of the callback'
+            )
+        if not isinstance(value, kind):
+            got = type(value).__name__
+            raise ValueError(
+                f'expected the rollout field "{name}" as {kind.__name__}, got {got}: pass {got} to require'
             )
         return value
 
@@ -479,7 +493,7 @@ def segments_of(numbers: Int[Tensor, "B T"], lengths: Int[Tensor, " B"]) -> Ragg
 
 def _segments(rollout: Rollout) -> tuple[Int[Tensor, " N"], ...]:
     """Return row, first position, parent and turn of every segment."""
-    segments = cast(Ragged, rollout.require("segments"))
+    segments = rollout.require("segments", Ragged)
     rows, values = torch.arange(len(segments.counts)), segments.values
     row = to_device(rows.repeat_interleave(segments.counts, output_size=len(values)), values.device)
     return (row, *values.unbind(1))

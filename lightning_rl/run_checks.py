@@ -287,9 +287,11 @@ def check_extras(options: Options, corrections: Corrections) -> Problems:
     """Yield a problem for each extra that training needs and the engine cannot record."""
     for name, who in needed_extras(corrections, options.sampling).items():
         if name not in options.engine.capabilities.extras:
+            declared = "filters=True, " if name == SAMPLING_MASK else ""
             yield (
                 f'{who} needs "{name}" of every token, which {type(options.engine).__name__} does not record: use '
-                f"engine=TransformersEngine(), or remove it"
+                "engine=TransformersEngine(), or remove it; an engine of your own that records it declares "
+                f'Capabilities({declared}extras=frozenset(["{name}"]))'
             )
 
 

@@ -380,6 +380,21 @@ def test_counts_of_items_stay_in_main_memory_and_their_values_move() -> None:
     assert [name for name, _ in PICTURED.tensors()][-2:] == ["pictures/values", "pictures/counts"]
 
 
+@pytest.mark.parametrize("values", [torch.zeros(3, 4), torch.zeros(3, 2, dtype=torch.int64)])
+def test_items_of_different_shape_or_dtype_are_refused(values: Tensor) -> None:
+    other = PICTURED.select(torch.tensor([1, 2])).replace(pictures=Ragged(values, torch.tensor([1, 2])))
+    with pytest.raises(
+        ValueError, match=r"pictures of one dtype and shape in all rows, got torch.float32 of shape \[n, 2\] and"
+    ):
+        concatenate([PICTURED, other])
+
+
+def test_a_ragged_field_is_required_by_its_class() -> None:
+    assert PICTURED.require("pictures", Ragged) is PICTURED.pictures
+    with pytest.raises(ValueError, match=r'"pictures" as Tensor, got Ragged: pass Ragged to require'):
+        PICTURED.require("pictures")
+
+
 def test_items_of_other_rows_or_another_number_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected counts of 12 items, got a sum of 11"):
         Ragged(torch.zeros(12), COUNTS[1:] * 0 + 1)

@@ -2,10 +2,12 @@
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -245,14 +247,28 @@ class Engine(ABC):
         """
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Load the trainer's weights; afterwards the engine is synced."""
+        """Load the trainer's weights; afterwards the engine is synced.
+
+        The stream is read to its end in any case, because other ranks take part in gathering it.
+
+        Raises:
+            EngineError: If :meth:`load_stream` returned before the end of the stream.
+        """
         if not (self.capabilities.syncs_while_generating and self.state is EngineState.SYNCED):
             self.wake()
         self.pushed.add(version)  # before loading: tokens may come from these weights before the last rank is done
+        stream = chain(weights)  # has no close(), with which a loop that ends early would end the stream
         try:
-            self.load_stream(weights, version)
-        except BaseException:
+            self.load_stream(stream, version)
+            if (unread := sum(1 for _ in stream)) > 0:
+                raise EngineError(
+                    f"expected {type(self).__name__}.load_stream to read all weights, got {unread} that it left: "
+                    "iterate to the end of the stream"
+                )
+        except BaseException as error:
             self.state = EngineState.AWAKE
+            if isinstance(error, Exception):
+                deque(stream, maxlen=0)
             raise
         self.state, self.version = EngineState.SYNCED, version
 

@@ -133,7 +133,9 @@ class Answers:
 
     def _check_logprobs(self, request: Request, scores: Tensor | None, number: int) -> str:
         """Describe the first log-probability that is not finite, or at which no token is sampled."""
-        sound = scores is not None and scores.dtype in (torch.float32, torch.float64) and not scores.requires_grad
+        sound = (
+            isinstance(scores, Tensor) and scores.dtype in (torch.float32, torch.float64) and not scores.requires_grad
+        )
         if scores is None or not (sound and scores.shape == (number,)):
             got = "none" if scores is None else _describe(scores)
             cure = f"return float32 of shape [{number}], such as logits.float().log_softmax(-1) under torch.no_grad()"
@@ -157,9 +159,10 @@ class Answers:
         for where, name in self._extras:
             length = len(given.token_ids if where == "token_extras" else request.prefix_ids)
             extra = getattr(given, where).get(name)
-            got = "nothing" if extra is None else str(len(extra))
+            is_tensor = isinstance(extra, Tensor)
+            got = str(len(extra)) if is_tensor else "nothing" if extra is None else f"a {type(extra).__name__}"
             if got != str(length):
-                cure = f"put it into {where}, an entry for each token along its first axis"
+                cure = f"put it into {where} as a tensor, an entry for each token along its first axis"
                 self._refuse(request, f"{name} of each of {length} tokens", got, cure)
 
     def _contradiction(self, request: Request, completion: Completion) -> str:
@@ -200,5 +203,7 @@ class Answers:
 
 
 def _describe(scores: Tensor) -> str:
+    if not isinstance(scores, Tensor):
+        return f"a {type(scores).__name__}"
     gradient = " with a gradient, which holds a whole graph" if scores.requires_grad else ""
     return f"{scores.dtype} of shape {list(scores.shape)}{gradient}"

@@ -7,9 +7,10 @@ import torch
 from kit.engine_requests import launch, request_of
 from kit.support import tiny_policy
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_rl import FakeEngine, TransformersEngine
-from lightning_rl.generation import Capabilities, Engine, EngineState, Request, request_seed, turn_seed
+from lightning_rl.generation import Capabilities, Engine, EngineError, EngineState, Request, request_seed, turn_seed
 
 
 def a_request(**options: object) -> Request:
@@ -51,6 +52,45 @@ def test_every_part_of_the_identity_makes_another_seed_of_31_bits() -> None:
     seeds = [turn_seed(first, turn) for first in firsts for turn in range(3)]
     assert len(set(seeds)) == len(seeds)
     assert min(seeds) >= 0 and 2**30 < max(seeds) < 2**31
+
+
+class LeavesEarly(FakeEngine):
+    """Reads one weight."""
+
+    @override
+    def load_stream(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        for _ in weights:
+            break
+
+
+class Fails(FakeEngine):
+    """Raises before it reads a weight."""
+
+    @override
+    def load_stream(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        raise ValueError("out of memory")
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        (LeavesEarly, EngineError, "expected LeavesEarly.load_stream to read all weights, got 2 that it left: iterate"),
+        (Fails, ValueError, "out of memory"),
+    ],
+)
+def test_a_stream_of_weights_that_an_engine_leaves_is_read_to_its_end_with_an_error(
+    kind: type[FakeEngine], error: type[Exception], message: str
+) -> None:
+    engine, gathered = kind(lambda _: [5, 1]), list[int]()
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for number in range(3):
+            gathered.append(number)
+            yield f"weight {number}", torch.zeros(1)
+
+    with pytest.raises(error, match=message):
+        engine.load_weights(weights(), 0)
+    assert gathered == [0, 1, 2] and engine.state is EngineState.AWAKE
 
 
 def engines() -> list[Engine]:

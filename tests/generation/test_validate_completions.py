@@ -118,6 +118,7 @@ LONG = {"token_ids": (A,) * 4, "logprobs": torch.full((4,), -1.0), "finish": Fin
         pytest.param(one(token_ids=(A, 16, EOS)), r"token ids in \[0, 16\), .* got 16", id="beyond-the-vocabulary"),
         pytest.param(one(logprobs=None), "a log-probability for each of 3 tokens .* got none", id="no-logprobs"),
         pytest.param(one(logprobs=torch.zeros(2)), r"for each of 3 tokens .* of shape \[2\]", id="short-logprobs"),
+        pytest.param(one(logprobs=[-1.0] * 3), "got a list .* float32", id="list"),
         pytest.param(one(logprobs=torch.zeros(3).bfloat16()), "got torch.bfloat16 .* float32", id="bfloat16"),
         pytest.param(
             one(logprobs=torch.zeros(3, requires_grad=True)), "with a gradient, .*: return .*no_grad", id="gradient"
