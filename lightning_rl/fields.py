@@ -1,15 +1,17 @@
 """Fields: declaration of the tensors of a rollout; an axis holds the operations on the tensors that lie along it."""
 
 import dataclasses
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
+from torch.nn import functional
 from typing_extensions import override
 
 Value = TypeVar("Value")
@@ -73,6 +75,10 @@ class Axis(ABC, Generic[Value]):
     @abstractmethod
     def restore(self, parts: Mapping[str, Tensor]) -> Value:
         """Return the value of tensors by part; the only one of a value has an empty name."""
+
+    def split(self, name: str) -> tuple[str, str]:
+        """Return the name of a value and that of its part, which :meth:`tensors` joins."""
+        return name, ""
 
 
 class RowAxis(Axis[Tensor]):
@@ -147,23 +153,33 @@ class Ragged:
     Args:
         values: Items.
         counts: Number of items of each row; on the CPU at all times, because an accelerator would synchronize.
+        starts: Index of the first item of each row, on the CPU, if rows share items; None if they follow each other.
 
     Raises:
-        ValueError: If the sum of the counts is not the number of items.
+        ValueError: If the items of a row are not among the values, or belong to no row.
     """
 
     values: Shaped[Tensor, "N ..."]
     counts: Int[Tensor, " B"]
+    starts: Int[Tensor, " B"] | None = None
 
     def __post_init__(self) -> None:
-        """Move the counts to the CPU and check their sum."""
+        """Move counts and starts to the CPU and check their range."""
         object.__setattr__(self, "counts", self.counts.cpu())
-        if (total := int(self.counts.sum())) != len(self.values):
+        begins = self.counts.cumsum(0) - self.counts
+        total = int(self.counts.sum() if self.starts is None else max([0, *(self.starts.cpu() + self.counts).tolist()]))
+        object.__setattr__(self, "starts", begins if self.starts is None else self.starts.cpu())
+        if total != len(self.values):
             raise ValueError(f"expected counts of {len(self.values)} items, got a sum of {total}")
+
+    @property
+    def begins(self) -> Int[Tensor, " B"]:
+        """Index of the first item of each row."""
+        return cast(Tensor, self.starts)
 
     def of_row(self, row: int) -> Shaped[Tensor, "n ..."]:
         """Return the items of one row."""
-        begin = int(self.counts[:row].sum())
+        begin = int(self.begins[row])
         return self.values[begin : begin + int(self.counts[row])]
 
 
@@ -173,9 +189,11 @@ class Items(Axis[Ragged]):
 
     Args:
         name: Name of the items, in the plural.
+        shared: True if rows may share items, which exist once then.
     """
 
     name: str
+    shared: bool = False
 
     @override
     def check(self, name: str, value: Ragged, shapes: Shapes, *, exact: bool) -> None:
@@ -185,8 +203,13 @@ class Items(Axis[Ragged]):
     @override
     def select(self, value: Ragged, rows: Int[Tensor, " b"], width: int | None) -> Ragged:
         rows = rows.cpu()
-        counts, starts = value.counts[rows], (value.counts.cumsum(0) - value.counts)[rows]
-        return Ragged(value.values.index_select(0, spans(starts, counts).to(value.values.device)), counts)
+        counts, starts = value.counts[rows], value.begins[rows]
+        if not self.shared:
+            return Ragged(value.values.index_select(0, spans(starts, counts).to(value.values.device)), counts)
+        first = first_with_items(starts, counts)
+        own = torch.where(first == torch.arange(len(rows)), counts, 0)
+        index = spans(starts, own).to(value.values.device)
+        return Ragged(value.values.index_select(0, index), counts, (own.cumsum(0) - own)[first])
 
     @override
     def resize(self, value: Ragged, width: int, pad: float) -> Ragged:
@@ -194,13 +217,19 @@ class Items(Axis[Ragged]):
 
     @override
     def concatenate(self, values: Sequence[Ragged], shapes: Shapes, pad: float) -> Ragged:
-        kinds = {(value.values.dtype, tuple(value.values.shape[1:])): None for value in values}
+        parts = [value.values for value in values]
+        counts = torch.cat([value.counts for value in values])
+        if self.shared:
+            offsets = itertools.accumulate([0, *map(len, parts)])
+            starts = torch.cat([value.begins + offset for value, offset in zip(values, offsets, strict=False)])
+            return Ragged(concatenate_items([part for part in parts if len(part)] or parts[:1]), counts, starts)
+        kinds = {(part.dtype, tuple(part.shape[1:])): None for part in parts}
         if len(kinds) > 1:
             first, other, *_ = (
                 f"{dtype} of shape [n{''.join(f', {size}' for size in shape)}]" for dtype, shape in kinds
             )
             raise ValueError(f"expected {self.name} of one dtype and shape in all rows, got {first} and {other}")
-        return Ragged(torch.cat([value.values for value in values]), torch.cat([value.counts for value in values]))
+        return Ragged(torch.cat(parts), counts)
 
     @override
     def padding(self, value: Ragged, rows: int, pad: float) -> Ragged:
@@ -208,15 +237,39 @@ class Items(Axis[Ragged]):
 
     @override
     def map(self, value: Ragged, function: Function, pad: float) -> Ragged:
-        return Ragged(function(value.values, self, pad), value.counts)
+        return Ragged(function(value.values, self, pad), value.counts, value.starts)
 
     @override
     def tensors(self, name: str, value: Ragged) -> Iterable[tuple[str, Tensor]]:
-        return (f"{name}/values", value.values), (f"{name}/counts", value.counts)
+        starts = ((f"{name}/starts", value.begins),) if self.shared else ()
+        return (f"{name}/values", value.values), (f"{name}/counts", value.counts), *starts
 
     @override
     def restore(self, parts: Mapping[str, Tensor]) -> Ragged:
-        return Ragged(parts["values"], parts["counts"])
+        return Ragged(parts["values"], parts["counts"], parts.get("starts"))
+
+    @override
+    def split(self, name: str) -> tuple[str, str]:
+        value, _, part = name.rpartition("/")
+        return value, part
+
+
+def first_with_items(starts: Int[Tensor, " B"], counts: Int[Tensor, " B"]) -> Int[Tensor, " B"]:
+    """Return for each row the first one that has the same items."""
+    first: dict[tuple[int, int], int] = {}
+    pairs = zip(starts.tolist(), counts.tolist(), strict=True)
+    return torch.tensor([first.setdefault(pair, row) for row, pair in enumerate(pairs)], dtype=torch.int64)
+
+
+def concatenate_items(values: Sequence[Shaped[Tensor, "N ..."]]) -> Shaped[Tensor, "N ..."]:
+    """Concatenate tensors along the first axis, padded with 0 behind to the largest sizes of the others."""
+    sizes = [max(size) for size in zip(*(value.shape[1:] for value in values), strict=True)]
+
+    def pad(value: Tensor) -> Tensor:
+        missing = [size - own for size, own in zip(sizes, value.shape[1:], strict=True)]
+        return functional.pad(value, [amount for more in reversed(missing) for amount in (0, more)])
+
+    return torch.cat([pad(value) if list(value.shape[1:]) != sizes else value for value in values])
 
 
 def spans(starts: Int[Tensor, " s"], lengths: Int[Tensor, " s"]) -> Int[Tensor, " N"]:
@@ -238,6 +291,8 @@ class Field:
         sparse: True if NaN marks rows without a value.
         output: Name in ``Outputs`` of a field that the policy's forward computes; empty for another one.
         inputs: Entries of dict fields from which the forward computes it, and without which it is None.
+        is_argument: True for arguments of the model by name, which only layouts read: they stay on the CPU, rows of
+            microbatches lack them, and an entry that a part of a rollout lacks is padding there.
     """
 
     name: str
@@ -248,10 +303,17 @@ class Field:
     sparse: bool
     output: str
     inputs: tuple[str, ...]
+    is_argument: bool
 
     def restore(self, parts: Mapping[str, Tensor]) -> Any:
         """Return the value of the field, given its tensors by what follows the name of the field and a slash."""
-        return parts if self.is_mapping else self.axis.restore(parts)
+        if not self.is_mapping:
+            return self.axis.restore(parts)
+        entries: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in parts.items():
+            name, part = self.axis.split(key)
+            entries.setdefault(name, {})[part] = tensor
+        return {name: self.axis.restore(entry) for name, entry in entries.items()}
 
 
 def declare(
@@ -262,9 +324,11 @@ def declare(
     sparse: bool = False,
     output: str = "",
     inputs: tuple[str, ...] = (),
+    is_argument: bool = False,
 ) -> dict[str, Any]:
     """Return the metadata of a field of a dataclass; see :class:`Field`."""
-    return {"axis": axis, "pad": pad, "shown": shown, "sparse": sparse, "output": output, "inputs": inputs}
+    names = {"axis": axis, "pad": pad, "shown": shown, "sparse": sparse, "output": output, "inputs": inputs}
+    return {**names, "is_argument": is_argument}
 
 
 @cache

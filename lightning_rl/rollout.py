@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from types import MappingProxyType
 from typing import Any, TypeVar, cast, overload
 
@@ -13,8 +13,22 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor
 
-from lightning_rl.fields import PROMPT, ROW, TOKEN, Axis, Field, Function, Items, Ragged, Shapes, declare, fields_of
-from lightning_rl.samples import FinishReason, Segment, Trajectory
+from lightning_rl.fields import (
+    PROMPT,
+    ROW,
+    TOKEN,
+    Axis,
+    Field,
+    Function,
+    Items,
+    Ragged,
+    Shapes,
+    concatenate_items,
+    declare,
+    fields_of,
+)
+from lightning_rl.samples import FinishReason, Media, Segment, Trajectory
+from lightning_rl.samples.media import join_items
 from lightning_rl.utils.device import to_device
 
 RolloutT = TypeVar("RolloutT", bound="Rollout")
@@ -26,6 +40,7 @@ EXPERT_LOAD = "expert_load"  # in ``extras``: share of tokens of each expert in 
 SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: sum over the vocabulary of squared old probabilities
 NO_PARENT = -2  # parent of a new context in ``segments``
 TURN_REWARDS = "turn_rewards"  # in ``token_extras``: reward of each turn, stored at its last sampled token
+PICTURES = Items("pictures", shared=True)
 SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask.py
 # In ``token_extras``: the k likeliest tokens of the distribution that each token was sampled from, shape [B, T, k].
 TOP_IDS, TOP_LOGPROBS = "top_ids", "top_logprobs"
@@ -73,6 +88,11 @@ class Rollout:
         extras: Further tensors per row, by name.
         token_extras: Further tensors per response token, by name.
         prompt_extras: Further tensors per prompt token, by name.
+        prompt_items: Arguments of the model with entries for the pictures of the prompts, by name; rows of one prompt
+            share them. An argument ``name[None]`` gets a further first axis.
+        response_items: Those of pictures in the responses, which the environment returned.
+        prompt_types: Arguments of the model with one entry for each token of the prompts, such as its modality.
+        response_types: Those of the responses.
 
     Raises:
         ValueError: If the shape of a field does not match; the message names the field.
@@ -104,6 +124,14 @@ class Rollout:
     extras: Mapping[str, Shaped[Tensor, "B ..."]] = field(default_factory=dict, metadata=declare(ROW))
     token_extras: Mapping[str, Shaped[Tensor, "B T ..."]] = field(default_factory=dict, metadata=declare(TOKEN))
     prompt_extras: Mapping[str, Shaped[Tensor, "B P ..."]] = field(default_factory=dict, metadata=declare(PROMPT))
+    prompt_items: Mapping[str, Ragged] = field(default_factory=dict, metadata=declare(PICTURES, is_argument=True))
+    response_items: Mapping[str, Ragged] = field(default_factory=dict, metadata=declare(PICTURES, is_argument=True))
+    prompt_types: Mapping[str, Int[Tensor, "B P"]] = field(
+        default_factory=dict, metadata=declare(PROMPT, is_argument=True)
+    )
+    response_types: Mapping[str, Int[Tensor, "B T"]] = field(
+        default_factory=dict, metadata=declare(TOKEN, is_argument=True)
+    )
 
     def __post_init__(self) -> None:
         """Freeze the dict fields and check every shape against B, P and T."""
@@ -214,6 +242,8 @@ class Rollout:
         extras = {name: _pad_extra([_extra_of(row, name) for row in rows]) for name in sorted(recorded)}
         if turns:
             extras |= {TURN_REWARDS: spread(_turn_rewards(sampled))}
+        pictures = [[media] if (media := each.request.media) is not None else [] for each in trajectories]
+        replies = [[segment.media for segment in row if segment.media is not None] for row in rows]
         prompts = [each.prompt_extras if each.segments else None for each in trajectories]
         lengths = rollout.prompt_lengths.tolist()
         return rollout.replace(
@@ -231,6 +261,15 @@ class Rollout:
                 )
                 for name in sorted({*recorded} & {ROUTES})
             },
+            prompt_items=_items(pictures),
+            response_items=_items(replies),
+            prompt_types=_types(
+                [
+                    [(media, length) for media in row] or [(None, length)]
+                    for row, length in zip(pictures, lengths, strict=True)
+                ]
+            ),
+            response_types=_types([[(segment.media, len(segment.token_ids)) for segment in row] for row in rows]),
         )
 
     def __len__(self) -> int:
@@ -320,8 +359,14 @@ class Rollout:
         return self._each(lambda axis, value, pad: axis.resize(value, width, pad))
 
     def to(self: RolloutT, device: torch.device | str) -> RolloutT:
-        """Return a copy with every tensor on ``device``."""
-        return self.map(lambda tensor, _axis, _pad: to_device(tensor, device))
+        """Return a copy with every tensor on ``device``, but arguments of the model."""
+        kept = {spec.name: getattr(self, spec.name) for spec in fields_of(type(self)) if spec.is_argument}
+        moved = self.without_arguments().map(lambda tensor, _axis, _pad: to_device(tensor, device))
+        return moved.replace(**kept)
+
+    def without_arguments(self: RolloutT) -> RolloutT:
+        """Return a copy without the arguments of the model, which layouts have."""
+        return self.replace(**{spec.name: {} for spec in fields_of(type(self)) if spec.is_argument})
 
     def padding_rows(self: RolloutT, number: int) -> RolloutT:
         """Return ``number`` padding rows: groups and sample ids are -1, prompts have one token, responses none."""
@@ -388,6 +433,34 @@ class Rollout:
     def __reduce__(self) -> tuple[Callable[..., "Rollout"], tuple[type["Rollout"], dict[str, Tensor]]]:
         """Pickle and copy through :meth:`state`, since a read-only mapping can be neither pickled nor copied."""
         return rebuild_rollout, (type(self), self.state())
+
+
+def _items(rows: Sequence[Sequence[Media]]) -> dict[str, Ragged]:
+    """Return the arguments of the model for the pictures of rows; rows with the same pictures share them."""
+    keys = [tuple(media.key for media in row) for row in rows]
+    distinct = {key: row for key, row in zip(keys, rows, strict=True) if row}
+    joined = {key: join_items(media.items for media in row) for key, row in distinct.items()}
+    names, fields = dict.fromkeys(name for items in joined.values() for name in items), dict[str, Ragged]()
+    for name in names:
+        sizes = {key: len(items[name]) if name in items else 0 for key, items in joined.items()}
+        starts = dict(zip(sizes, accumulate([0, *sizes.values()]), strict=False))
+        counts, begins = (torch.tensor([places.get(key, 0) for key in keys]) for places in (sizes, starts))
+        values = concatenate_items([items[name] for items in joined.values() if name in items])
+        fields[name] = Ragged(values, counts, begins)
+    return fields
+
+
+def _types(rows: Sequence[Sequence[tuple[Media | None, int]]]) -> dict[str, Int[Tensor, "B L"]]:
+    """Return the arguments of the model with one entry for each token, given media and length of each part of rows."""
+
+    def of_row(row: Sequence[tuple[Media | None, int]], name: str) -> Int[Tensor, " L"]:
+        parts = [
+            torch.zeros(length, dtype=torch.int64) if media is None else media.types[name] for media, length in row
+        ]
+        return torch.cat([*parts, torch.zeros(0, dtype=torch.int64)])
+
+    names = dict.fromkeys(name for row in rows for media, _ in row if media is not None for name in media.types)
+    return {name: pad_rows([of_row(row, name) for row in rows], torch.int64)[0] for name in names}
 
 
 def _tree(rows: Sequence[Sequence[Segment]]) -> Ragged:
@@ -526,6 +599,13 @@ def spans_of(rollout: Rollout, row: int) -> list[tuple[bool, list[int]]]:
     return [(sampled[begin], ids[begin:end]) for begin, end in pairwise(ends)]
 
 
+def join_tokens(rows: Rollout, prompt: Shaped[Tensor, "B P"], response: Shaped[Tensor, "B T"]) -> Shaped[Tensor, " F"]:
+    """Return a value of each token of prompts and responses in one vector, row by row."""
+    sides = (prompt, rows.prompt_lengths), (response, rows.response_lengths)
+    inside = [torch.arange(values.shape[1], device=values.device) < lengths[:, None] for values, lengths in sides]
+    return torch.cat([prompt, response], 1).masked_select(torch.cat(inside, 1))
+
+
 def pad_rows(rows: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Int[Tensor, " B"]]:
     """Return rows [L, ...] of different lengths as one tensor [B, T, ...], right-padded with 0, and their lengths."""
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
@@ -556,7 +636,7 @@ def concatenate(parts: Sequence[Rollout]) -> Rollout:
         raise ValueError("expected at least one rollout to concatenate, got none")
     if len(parts) == 1:
         return parts[0]
-    names = [{name for name, _ in part.tensors()} for part in parts]
+    names = [{name for name, _ in part.without_arguments().tensors()} for part in parts]
     if any(other != names[0] for other in names):
         raise ValueError(f"expected rollouts with the same fields, but only some have {_difference(names)}")
     shapes = Shapes.of(
@@ -570,7 +650,16 @@ def concatenate(parts: Sequence[Rollout]) -> Rollout:
             [getattr(part, spec.name) for part in parts],
         )
         if spec.is_mapping:
-            joined[spec.name] = {key: join([value[key] for value in values]) for key in values[0]}
+            known = {key: value for entries in values for key, value in entries.items()}
+            joined[spec.name] = {
+                key: join(
+                    [
+                        entries[key] if key in entries else spec.axis.padding(known[key], len(part), spec.pad)
+                        for entries, part in zip(values, parts, strict=True)
+                    ]
+                )
+                for key in known
+            }
         elif values[0] is not None:
             joined[spec.name] = join(values)
     return type(parts[0])(**joined)

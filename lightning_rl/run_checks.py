@@ -30,6 +30,7 @@ from lightning_rl.options import Options
 from lightning_rl.policy import ModelOptions
 from lightning_rl.policy.attention import choose_attention, hardware_of
 from lightning_rl.policy.liger import has_liger
+from lightning_rl.policy.processor import processor_of
 from lightning_rl.rollout import GREEDY_SCORE, ROUTES, SAMPLING_MASK, SUM_PI_SQUARED, TOP_LOGPROBS, Rollout
 from lightning_rl.signal.reductions import token_mean
 
@@ -56,6 +57,7 @@ def check_run(
         *check_turn_rewards(options, corrections),
         *check_reads(options, corrections),
         *check_filters(options),
+        *check_pictures(options),
     ]
     if prompts_per_rollout is not None:
         check_reference(options, corrections)
@@ -123,6 +125,19 @@ def check_consistency(model: ModelOptions, engine: Engine) -> Problems:
             'expected the embedded engine for consistency="bitwise", got '
             f"{type(engine).__name__}, which has other kernels: remove engine=, or remove consistency="
         )
+
+
+def check_pictures(options: Options) -> Problems:
+    """Yield a problem if a part of the run reads no pictures, given a processor of the policy."""
+    if processor_of(options.tokenizer) is None:
+        return
+    if not options.engine.capabilities.pictures:
+        name = type(options.engine).__name__
+        yield f"expected an engine that reads pictures, got {name}: pass engine=TransformersEngine(), or a tokenizer"
+    if options.model.bitwise:
+        yield 'expected a policy of text alone for consistency="bitwise", got a processor: remove consistency='
+    if options.critic is not None and options.critic.source != "shared":
+        yield 'expected critic="shared" for a policy that reads pictures, got another model: pass critic="shared"'
 
 
 def check_ratios(options: Options, corrections: Corrections) -> Problems:

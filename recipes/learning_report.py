@@ -56,10 +56,10 @@ def report(
     if prompts % parts:
         shares = [str(number) for number in range(1, prompts + 1) if prompts % number == 0]
         raise SystemExit(f"expected updates of a rollout x devices to be one of {', '.join(shares)}, got {parts}")
-    shown = rows[:SHOWN]
-    before, first = _accuracies(trainer, module, data), module.generate([row["prompt"] for row in shown])
+    shown = [dict(row) for row in rows[:SHOWN]]
+    before, first = _accuracies(trainer, module, data), module.generate(shown)
     yield
-    after, last = _accuracies(trainer, module, data), module.generate([row["prompt"] for row in shown])
+    after, last = _accuracies(trainer, module, data), module.generate(shown)
     folder = Path(trainer.log_dir or ".")  # a collective
     if not trainer.is_global_zero:
         return

@@ -34,6 +34,8 @@ SUBSTITUTIONS = {
     "max_turn_tokens=64": "max_turn_tokens=2",
     "max_turn_tokens=128": "max_turn_tokens=2",
     "prompts_per_rollout=32))": "prompts_per_rollout=2))",
+    'policy = "Qwen/Qwen2.5-VL-3B-Instruct"': "import vision_task; policy = lambda: vision_task.untrained_policy(0)",
+    "AutoProcessor.from_pretrained(policy)": "vision_task.color_processor()",
     "MathMatch(timeout=4.0)": "MathMatch(timeout=2.0)",  # waited out
 }
 
@@ -99,6 +101,7 @@ def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tiny_policy().save_pretrained(tmp_path / "policy")
     tiny_tokenizer().save_pretrained(tmp_path / "policy")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("VLLM_API_KEY", "of-this-test")
     monkeypatch.setattr(sys, "argv", ["train.py", "--help"])

@@ -31,6 +31,8 @@ def whole_rollout(seed: int = 0, **options: Any) -> Rollout:
             "routes": torch.arange(rows * width * 2).reshape(rows, width, 2),
         },
         prompt_extras={"routes": torch.arange(rows * 4 * 2).reshape(rows, 4, 2)},
+        prompt_types={"kinds": torch.arange(rows * 4).reshape(rows, 4)},
+        response_types={"kinds": torch.arange(rows * width).reshape(rows, width)},
     )
 
 
@@ -41,6 +43,7 @@ def whole_view() -> LossView:
     return view_of_rollout(rollout, logprobs).replace(**outputs, prepared=logprobs < -2)
 
 
+RAGGED = {"segments", "prompt_items", "response_items"}
 EXAMPLES: list[Rollout] = [whole_rollout(), whole_view()]
 each = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: type(example).__name__)
 
@@ -74,7 +77,7 @@ def changed(example: Rollout, name: str, tensor: Tensor) -> Rollout:
 def test_the_example_has_every_field(example: Rollout) -> None:
     there = {name.partition("/")[0] for name, _ in example.tensors()}
     ragged = {spec.name for spec in fields_of(type(example)) if spec.axis not in (ROW, PROMPT, TOKEN)}
-    assert (there | ragged, ragged) == ({spec.name for spec in dataclasses.fields(example)}, {"segments"})
+    assert (there | ragged, ragged) == ({spec.name for spec in dataclasses.fields(example)}, RAGGED)
 
 
 def test_every_output_of_the_forward_but_one_of_the_old_policy_is_a_field_of_the_view() -> None:
@@ -148,8 +151,9 @@ def test_padding_rows_are_nobody(example: Rollout) -> None:
 
 
 @each_tensor
-def test_moving_moves_every_field(example: Rollout, name: str) -> None:
-    assert dict(example.to("meta").tensors())[name].device.type == "meta"
+def test_moving_moves_every_field_but_arguments_of_the_model(example: Rollout, name: str) -> None:
+    kept = field_of(example, name).is_argument
+    assert dict(example.to("meta").tensors())[name].device.type == ("cpu" if kept else "meta")
 
 
 @each
@@ -205,8 +209,12 @@ def test_no_field_can_be_assigned(name: str) -> None:
 
 @pytest.mark.parametrize("name", [spec.name for spec in dataclasses.fields(Rollout) if "Mapping" in str(spec.type)])
 def test_dict_fields_are_read_only_copies(name: str) -> None:
-    given = {"own": torch.zeros(12, 4 if name == "prompt_extras" else 7)}
-    rollout = whole_rollout().replace(**{name: {"own": given["own"][:, 0]} if name == "rewards_by_function" else given})
+    given: dict[str, Any] = {"own": torch.zeros(12, 4 if name.startswith("prompt") else 7)}
+    if name == "rewards_by_function":
+        given["own"] = given["own"][:, 0]
+    if name in RAGGED:
+        given["own"] = Ragged(torch.zeros(12), torch.ones(12, dtype=torch.int64))
+    rollout = whole_rollout().replace(**{name: given})
     entries = getattr(rollout, name)
     with pytest.raises(TypeError):
         entries["another"] = torch.zeros(12)
@@ -372,6 +380,41 @@ def items_of(rollout: Pictured) -> list[list[list[float]]]:
 )  # fmt: skip
 def test_items_follow_their_rows(operation: Callable[[Pictured], Pictured], rows: Sequence[int]) -> None:
     assert items_of(operation(PICTURED)) == [items_of(PICTURED)[row] for row in rows]
+
+
+SHARED = ragged_rollout().replace(  # rows of a group share one or two tiles
+    prompt_items={"tiles": Ragged(torch.arange(6.0)[:, None], torch.tensor([1, 2] * 6), torch.tensor([0, 4] * 6))}
+)
+
+
+def tiles_of(rollout: Rollout) -> list[list[list[float]]]:
+    return [rollout.prompt_items["tiles"].of_row(row).tolist() for row in range(len(rollout))]
+
+
+@pytest.mark.parametrize(
+    ("operation", "rows", "number"),
+    {
+        "an index": (lambda one: one.select(torch.tensor([5, 0, 5, 2])), [5, 0, 5, 2], 3),
+        "one kind": (lambda one: one.select(torch.arange(12) % 2 == 0), range(0, 12, 2), 1),
+        "no row": (lambda one: one.select(torch.arange(0)), [], 0),
+        "a split": (lambda one: concatenate([one.select(part) for part in torch.arange(12).split(5)]), range(12), 9),
+        "with padding": (lambda one: concatenate([one, one.padding_rows(2)]), [*range(12), None, None], 6),
+        "without": (lambda one: concatenate([one, one.replace(prompt_items={})]), [*range(12), *[None] * 12], 6),
+        "a state": (lambda one: Rollout.from_state(one.state()), range(12), 6),
+        "a copy": (lambda one: pickle.loads(pickle.dumps(one)).clone().sanitize().to("cpu").fit_width(9), range(12), 6),
+    }.values(),
+)  # fmt: skip
+def test_rows_share_items(operation: Callable[[Rollout], Rollout], rows: Sequence[int | None], number: int) -> None:
+    found = operation(SHARED)
+    assert tiles_of(found) == [[] if row is None else tiles_of(SHARED)[row] for row in rows]
+    assert len(found.prompt_items["tiles"].values) == number
+
+
+def test_smaller_items_are_padded_behind_when_joined() -> None:
+    wide = SHARED.replace(
+        prompt_items={"tiles": Ragged(torch.ones(1, 3), torch.ones(12).long(), torch.zeros(12).long())}
+    )
+    assert tiles_of(concatenate([SHARED, wide]))[1:13:11] == [[[4.0, 0, 0], [5.0, 0, 0]], [[1.0, 1, 1]]]
 
 
 def test_counts_of_items_stay_in_main_memory_and_their_values_move() -> None:

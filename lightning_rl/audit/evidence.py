@@ -19,6 +19,7 @@ from lightning_rl.corrections import (
     OUTPUTS,
     REWARDS,
 )
+from lightning_rl.data import Prompt
 from lightning_rl.generation import Completion, Request
 from lightning_rl.policy import Outputs
 from lightning_rl.rewards import RewardCall
@@ -79,7 +80,7 @@ class Evidence(AlgorithmCase):
     replies: Sequence[RewardReply] = ()
     draws: Sequence[Draw] = ()
     earlier: Sequence[Earlier] = ()
-    stream_prompts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    stream_prompts: Mapping[int, Prompt] = field(default_factory=dict)
     strange_columns: Mapping[str, Sequence[int]] = field(default_factory=dict)
     reward_prompts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     repeats: Repeats | None = None

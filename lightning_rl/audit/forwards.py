@@ -1,12 +1,13 @@
 """Forward passes of the models on a few rows, by the run's own path and by a model's plain one."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from transformers import PreTrainedModel
 
 from lightning_rl.audit.live import LiveRun
 from lightning_rl.audit.parameter_tracer import sample_entries
@@ -16,9 +17,12 @@ from lightning_rl.audit.user_hooks import local
 from lightning_rl.corrections import Corrections
 from lightning_rl.distributed import ALONE
 from lightning_rl.policy import FrozenModel, Microbatch, Outputs, PolicyModel
+from lightning_rl.policy.media import items_by_name, plain_placeholders, takes
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.policy.sampling_mask import from_bits
 from lightning_rl.rollout import SAMPLING_MASK, Rollout, turn_numbers
+from lightning_rl.samples import Media
+from lightning_rl.samples.media import join_items
 from lightning_rl.testing.properties.copies import CopyError, copy_state
 
 PLAIN_ROWS, PLAIN_TOKENS, ENTRIES = 2, 48, 16
@@ -177,7 +181,7 @@ def token_gradients(live: LiveRun, rows: Rollout) -> tuple[Tensor, ...]:
     tokens = int((rows.prompt_lengths + rows.response_lengths).sum())
     order = rows.valid_tokens.cumsum(-1)
     ends = rows.valid_tokens & ((order <= END_TOKENS) | (order > order[:, -1:] - END_TOKENS))
-    if not forwards_plainly(live) or not trained or not ends.any() or tokens > GRADIENT_TOKENS:
+    if not forwards_plainly(live) or not trained or not ends.any() or tokens > GRADIENT_TOKENS or _has_replies(rows):
         return ()
     signs = torch.where(ends, 1.0 - 2.0 * (order % 2), 0.0)
     layout, contexts = _microbatch_of(live, rows).layout, _contexts(rows)
@@ -189,10 +193,9 @@ def token_gradients(live: LiveRun, rows: Rollout) -> tuple[Tensor, ...]:
         return ((total * signs[:, : total.shape[1]]).sum(),)
 
     def plainly(weights: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        padded = nn.utils.rnn.pad_sequence([one.ids for one in contexts], batch_first=True)
-        inputs = {"input_ids": padded, "use_cache": False}
-        named = {name.removeprefix("model."): weight for name, weight in weights.items()}
-        logits, totals = functional_call(policy.model, named, (), inputs).logits, torch.zeros(2)
+        named, totals = {name.removeprefix("model."): weight for name, weight in weights.items()}, torch.zeros(2)
+        with _plain_inputs(policy.model, rows, contexts) as inputs:
+            logits = functional_call(policy.model, named, (), inputs).logits
         for number, one in enumerate(contexts):
             scores = logits[number, one.read - 1 : len(one.ids) - 1].float() / temperature
             scores = _keep_tokens(rows, one.row, one.columns, scores)
@@ -214,6 +217,34 @@ def token_gradients(live: LiveRun, rows: Rollout) -> tuple[Tensor, ...]:
                 parts = torch.autograd.grad(total, list(leaves.values()), retain_graph=True, materialize_grads=True)
                 gradients.append(torch.cat([part.double().flatten().cpu() for part in parts]))
     return tuple(gradients)
+
+
+def _has_replies(rows: Rollout) -> bool:
+    """Return True if there are pictures among the replies of an environment, whose contexts are not told apart."""
+    return any(int(value.counts.sum()) for value in rows.response_items.values())
+
+
+@contextmanager
+def _plain_inputs(model: PreTrainedModel, rows: Rollout, contexts: Sequence["_Context"]) -> Iterator[dict[str, Any]]:
+    """Yield the arguments of a model's own forward for contexts, padded on the right, with the pictures of prompts."""
+    ids = nn.utils.rnn.pad_sequence([one.ids for one in contexts], batch_first=True)
+    whole = [one for one in contexts if one.columns.start == 0]
+    arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    if not any(int(value.counts.sum()) for value in rows.prompt_items.values()):
+        yield arguments
+        return
+    items = {name: torch.cat([value.of_row(one.row) for one in whole]) for name, value in rows.prompt_items.items()}
+    for name, values in rows.prompt_types.items():
+        lines = torch.zeros_like(ids)
+        for line, one in enumerate(contexts):
+            if one.columns.start == 0:
+                lines[line, : one.read] = values[one.row, : one.read]
+        arguments |= {name: lines} if takes(model.base_model, name) else {}
+    places = torch.arange(ids.shape[1], device=ids.device)
+    drawn = torch.stack([places >= one.read for one in contexts])
+    with plain_placeholders(model, ids, drawn) as plain:
+        named = {name: value.to(ids.device) for name, value in items_by_name(items).items()}
+        yield {**arguments, "input_ids": plain, **named}
 
 
 def _keep_tokens(rows: Rollout, row: int, columns: slice, scores: Tensor) -> Tensor:
@@ -279,14 +310,27 @@ def fixed_scores(live: LiveRun, scorer: PolicyModel | FrozenModel) -> Tensor:
     return logprobs.double().flatten().cpu()
 
 
-def plain_logits(live: LiveRun, token_ids: Sequence[Sequence[int]]) -> Tensor | None:
+def plain_logits(live: LiveRun, token_ids: Sequence[Sequence[int]], media: Sequence[Media | None]) -> Tensor | None:
     """Return the logits after each token, [B, T, V], by the policy's own forward; None if weights are sharded."""
     if not forwards_plainly(live):
         return None
     model = live.policy.model
     ids = [torch.tensor(one, device=next(model.parameters()).device) for one in token_ids]
     with live.trainer.precision_plugin.forward_context():
-        return model(input_ids=nn.utils.rnn.pad_sequence(ids, batch_first=True), use_cache=False).logits
+        padded = nn.utils.rnn.pad_sequence(ids, batch_first=True)
+        shown = [one for one in media if one is not None]
+        drawn, arguments = (
+            torch.ones_like(padded, dtype=torch.bool),
+            items_by_name(join_items(one.items for one in shown)),
+        )
+        for line, one in enumerate(media):
+            for name, values in {} if one is None else one.types.items():
+                arguments.setdefault(name, torch.zeros_like(padded))[line, : len(values)] = values.to(padded)
+            if one is not None:
+                drawn[line, : len(one.drawn)] = one.drawn.to(drawn.device)
+        given = {name: value.to(padded.device) for name, value in arguments.items() if takes(model.base_model, name)}
+        with plain_placeholders(model, padded, drawn) if shown else nullcontext(padded) as plain:
+            return model(input_ids=plain, use_cache=False, **given).logits
 
 
 def forwards_plainly(live: LiveRun) -> bool:
@@ -300,7 +344,7 @@ def plain_forwards(live: LiveRun, rows: Rollout) -> list[PlainForward]:
 
     Empty if weights are sharded, or if a correction wraps every forward in a context.
     """
-    if not forwards_plainly(live) or not len(rows):
+    if not forwards_plainly(live) or not len(rows) or _has_replies(rows):
         return []
     reference, temperature = live.models.reference, live.sampling.temperature
     few = rows.select(torch.arange(min(PLAIN_ROWS, len(rows)), device=rows.groups.device))
@@ -316,8 +360,8 @@ def _stretches(name: str, model: nn.Module, rows: Rollout, temperature: float) -
     contexts = {one.row: one for one in _contexts(rows)[::-1]}  # the first one of each row
     contexts |= {one.row: one for one in _contexts(rows) if one.row % 2}  # or the last one, to check both ends
     few = [contexts[row] for row in range(len(rows))]
-    padded = nn.utils.rnn.pad_sequence([one.ids for one in few], batch_first=True)
-    logits = model(input_ids=padded, use_cache=False).logits
+    with _plain_inputs(cast(PreTrainedModel, model), rows, few) as inputs:
+        logits = model(**inputs).logits
     stretches = []
     for row, one in enumerate(few):
         first, last = one.columns.start, one.columns.stop

@@ -15,6 +15,7 @@ from lightning_rl.data.prompt_stream import PromptStream
 from lightning_rl.data.row_schema import CONTINUES, TOOLS, VARIABLES, Reading, is_token_ids, own_variables
 from lightning_rl.environments.outcome import REWARD_COLUMNS
 from lightning_rl.evaluation.prompt_encoding import encode_prompts
+from lightning_rl.policy.processor import processor_of
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout
 from lightning_rl.utils.chat_rendering import apply_template
@@ -77,14 +78,14 @@ class PromptWatch:
         self._trained, self._places = set[Ids](), set[int]()
         self._begin: int | None = None  # place of rollout 0, by the first audited rollout
 
-    def of_stream(self, rollout: Rollout) -> dict[int, Ids]:
-        """Return the token ids of the training data for a few samples of a rollout, by sample id."""
+    def of_stream(self, rollout: Rollout) -> dict[int, Prompt]:
+        """Return the prompts of the training data for a few samples of a rollout, by sample id."""
         if self._data.pass_length is None:
             return {}
         groups = rollout.groups[rollout.real].unique().tolist()[:MAX_GROUPS]
         prompts = dict(zip(groups, self._data.at(groups), strict=True))
         rows = zip(rollout.sample_ids.tolist(), rollout.groups.tolist(), strict=True)
-        return {sample: prompts[group].token_ids for sample, group in rows if group in prompts}
+        return {sample: prompts[group] for sample, group in rows if group in prompts}
 
     def strange_columns(self, calls: Sequence[RewardCall], samples: Sequence[Sequence[int]]) -> dict[str, list[int]]:
         """Return the samples of a few groups for which a reward got columns of another row, by name of the reward."""
@@ -110,9 +111,11 @@ class PromptWatch:
             read = [(name, call.columns[name]) for name in (TOOLS, VARIABLES) if name in call.columns]
             for place, sample in list(enumerate(ids[: len(call.prompts)]))[::stride][:MAX_GROUPS]:
                 contents[sample] = call.prompts[place], {name: values[place] for name, values in read}
-        return {sample: self._encode(*shown) for sample, shown in list(contents.items())[:MAX_GROUPS]}
+        size = self._live.options.group_size
+        few = list(contents.items())[:MAX_GROUPS]
+        return {sample: self._encode(*shown, place=sample // size) for sample, shown in few}
 
-    def _encode(self, content: Any, columns: Mapping[str, Any]) -> Ids:
+    def _encode(self, content: Any, columns: Mapping[str, Any], *, place: int | None = None) -> Ids:
         tokenizer: Any = self._live.tokenizer
         if is_token_ids(content):
             return tuple(map(int, content))
@@ -121,7 +124,11 @@ class PromptWatch:
         variables = {**(self._data.prompts.form.chat_template_kwargs or {}), **own_variables(columns, "a row")}
         continues = bool(variables.pop(CONTINUES, False)) and content[-1]["role"] == "assistant"
         options = {"add_generation_prompt": not continues, CONTINUES: continues, "tokenize": True, "return_dict": False}
-        return tuple(apply_template(tokenizer, content, **TODAY.options(tokenizer, **options, **variables)))
+        ids = tuple(apply_template(tokenizer, content, **TODAY.options(tokenizer, **options, **variables)))
+        if (processor := processor_of(tokenizer)) is None or place is None or self._data.pass_length is None:
+            return ids
+        media = self._data.at([place])[0].media
+        return ids if media is None else processor.expand(ids, media.pictures, "a row")[0]
 
     def held_out(
         self, rollout: Rollout, calls: Sequence[RewardCall] = (), samples: Sequence[Sequence[int]] = ()

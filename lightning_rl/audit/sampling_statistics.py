@@ -18,6 +18,7 @@ from lightning_rl.audit.token_bets import WAGERS, bet, bet_on_kinds, kinds_of, o
 from lightning_rl.generation import Completion, Request, SamplingParams
 from lightning_rl.policy.sampling_mask import from_bits
 from lightning_rl.rollout import SAMPLING_MASK, FinishReason
+from lightning_rl.samples import Media
 from lightning_rl.testing.properties.subsample import order_of
 
 Pair = tuple[Request, Completion]
@@ -197,7 +198,7 @@ def odds_of(draws: Sequence[Draw], tolerance: float, earlier: Sequence[Earlier] 
 @torch.no_grad()
 def score_draws(
     sampling: SamplingParams,
-    logits_of: Callable[[Sequence[Sequence[int]]], Tensor | None],
+    logits_of: Callable[[Sequence[Sequence[int]], Sequence[Media | None]], Tensor | None],
     batches: Sequence[Sequence[Pair]],
     number: int,
     tolerance: float,
@@ -211,7 +212,8 @@ def score_draws(
 
     Args:
         sampling: Sampling of the run.
-        logits_of: Function from token ids to the policy's logits after each of them; None if weights are sharded.
+        logits_of: Function from token ids, and the pictures of their beginnings, to the policy's logits after each of
+            them; None if weights are sharded.
         batches: Requests and completions of this rollout by batch.
         number: Number of the rollout.
         tolerance: Mean difference in nats allowed between two computations of a log-probability.
@@ -227,7 +229,7 @@ def score_draws(
     few = [pair for _, _, pair in placed]
     before = {draw.place: draw for one in earlier[-1:] for draw in one.draws}
     ids = [[*request.prefix_ids, *completion.token_ids[:MAX_TOKENS]][:-1] for request, completion in few]
-    logits = logits_of(ids) if ids else None
+    logits = logits_of(ids, [request.media for request, _ in few]) if ids else None
     if logits is None:
         return []
     ends, draws = sorted(sampling.eos_token_ids or ()), list[Draw]()

@@ -24,9 +24,12 @@ def fingerprint_of(
     for start in range(0, count, 1024):
         numbers = [position * length // count for position in range(start, min(start + 1024, count))]
         readings = read(numbers)
-        shown = encoder.encode(readings) if encodes else [reading.content for reading in readings]
-        for content, reading in zip(shown, readings, strict=True):
+        prompts = encoder.prompts(readings) if encodes else [None] * len(readings)
+        for prompt, reading in zip(prompts, readings, strict=True):
+            content = reading.content if prompt is None else prompt.token_ids
             digest.update(canonical_json([content, without_none(reading.columns)]))
+            if prompt is not None and prompt.media is not None:
+                digest.update(canonical_json(prompt.media.key))
     return digest.hexdigest()[:16]
 
 

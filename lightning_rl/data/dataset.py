@@ -88,11 +88,9 @@ class PromptDataset:
         """Return several prompts, encoded together; their indices in the stream default to their numbers."""
         rows = numbers if self._kept is None else [self._kept[number] for number in numbers]
         readings = self._take(rows)
-        token_ids = self._encoder.encode(readings)
-        prompts = []
-        for index, ids, reading in zip(numbers if places is None else places, token_ids, readings, strict=True):
-            self._encoder.check_length(len(ids), reading.name)
-            prompts.append(Prompt(index, ids, reading.content, reading.columns, reading.variables, self._columns))
+        prompts = self._encoder.prompts(readings, numbers if places is None else places, self._columns)
+        for prompt, reading in zip(prompts, readings, strict=True):
+            self._encoder.check_length(len(prompt.token_ids), reading.name)
         return prompts
 
     def examples(self, number: int) -> list[Prompt]:
@@ -132,7 +130,7 @@ class PromptDataset:
             if check is not None:
                 for number, reading in zip(numbers, readings, strict=True):
                     check(reading.columns, self._name(number))
-            batch = [len(ids) for ids in encoder.encode(readings)]
+            batch = [len(prompt.token_ids) for prompt in encoder.prompts(readings)]
             lengths.extend(batch)
             if self.too_long == "error":
                 for length, name in zip(batch, names, strict=True):

@@ -13,8 +13,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
 from lightning_rl.data.dropped_parts import dropped_parts, mark_messages, moved_parts
-from lightning_rl.data.row_schema import CONTINUES, TOOLS, VARIABLES, PromptForm, Reading, is_token_ids
-from lightning_rl.samples import Prompt
+from lightning_rl.data.pictures import column_pictures, pixels_of, place_pictures
+from lightning_rl.data.row_schema import CONTINUES, TOOLS, VARIABLES, PromptForm, Reading, has_pictures, is_token_ids
+from lightning_rl.policy.processor import PictureProcessor, Pixels, processor_of
+from lightning_rl.samples import Media, Prompt
 from lightning_rl.utils.arguments import check_choices, check_counts
 from lightning_rl.utils.chat_rendering import apply_template
 from lightning_rl.utils.naming import in_words
@@ -68,16 +70,30 @@ class Encoder:
         template = getattr(self.tokenizer, "chat_template", None)
         return replace(self, max_tokens=None, limit="", vocabulary=None, template=template, date=FIXED)
 
-    def encode(self, readings: Sequence[Reading]) -> list[tuple[int, ...]]:
-        """Return the token ids of prompts; strings and chats are tokenized in batches.
+    @property
+    def processor(self) -> PictureProcessor | None:
+        """Processor of pictures; None for a policy that reads none."""
+        return processor_of(self.tokenizer)
+
+    def prompts(
+        self, readings: Sequence[Reading], places: Sequence[int] | None = None, data_columns: tuple[str, ...] = ()
+    ) -> list[Prompt]:
+        """Return the prompts of rows; strings and chats are tokenized in batches.
+
+        Args:
+            readings: Rows.
+            places: Indices of the prompts in the stream; 0, 1, 2, ... by default.
+            data_columns: Names of the columns of all rows.
 
         Raises:
             ValueError: If a prompt is empty, outside of the vocabulary, needs a tokenizer or chat template, or has
-                messages that the chat template drops.
+                messages that the chat template drops, or pictures that cannot be read.
         """
         encodings: dict[int, tuple[int, ...]] = {}
-        plain, rendered, checked = dict[int, str](), dict[int, str](), set[str]()
-        for number, reading in enumerate(readings):
+        plain, rendered, checked, media = dict[int, str](), dict[int, str](), set[str](), dict[int, Media]()
+        placed = [self._place_pictures(reading) for reading in readings]
+        readings = [reading for reading, _ in placed]
+        for number, (reading, pictures) in enumerate(placed):
             content, name = reading.content, reading.name
             if is_token_ids(content):
                 encodings[number] = tuple(int(token) for token in content)
@@ -85,18 +101,53 @@ class Encoder:
                 self._tokenizer_for(name)
                 plain[number] = _whole(content, name)
             else:
-                rendered[number] = _whole(self._render(reading), name, reading.variables)
+                text = _whole(self._render(reading), name, reading.variables)
                 form = repr((mark_messages(content), reading.variables))
                 if form not in checked:  # once for all prompts of the same roles and variables
                     checked.add(form)
                     self._check_variables(reading)
                     self._check_parts(reading)
+                if self.processor is not None and pictures:
+                    encodings[number], media[number] = self.processor.encode(text, pictures, name)
+                    continue
+                if self.processor is not None:
+                    self.processor.check(text, 0, name)
+                rendered[number] = text
         names = [reading.name for reading in readings]
         encodings |= self._tokenize(plain, names) | self._tokenize(rendered, names, add_special_tokens=False)
-        token_ids = [encodings[number] for number in range(len(readings))]
-        for reading, ids in zip(readings, token_ids, strict=True):
-            self._check(reading.content, reading.name, ids)
-        return token_ids
+        prompts = list[Prompt]()
+        for number, reading in enumerate(readings):
+            self._check(reading.content, reading.name, encodings[number])
+            record = reading.content, reading.columns, reading.variables, data_columns
+            place = number if places is None else places[number]
+            prompts.append(Prompt(place, encodings[number], *record, media=media.get(number)))
+        return prompts
+
+    def _place_pictures(self, reading: Reading) -> tuple[Reading, list[Pixels]]:
+        """Return a row with a part for each picture in its messages, and the pictures.
+
+        Raises:
+            ValueError: If it has pictures but the policy reads none, or if it is no chat.
+        """
+        content, columns = reading.content, column_pictures(reading.columns)
+        is_chat = not isinstance(content, str) and not is_token_ids(content)
+        if self.processor is None:
+            if is_chat and any(has_pictures(message.get("content")) for message in content):
+                raise ValueError(
+                    f"expected text, since the policy reads no pictures, got a picture in {reading.name}: pass "
+                    "tokenizer=AutoProcessor.from_pretrained(...) of the policy, or leave the pictures out"
+                )
+            return reading, []
+        if not is_chat:
+            if columns:
+                raise ValueError(
+                    f"expected chat messages for the pictures of {reading.name}, got {type(content).__name__}: pass "
+                    "chat=True to make a chat of a text"
+                )
+            return reading, []
+        messages, found = place_pictures(content, columns, reading.name)
+        names = (f"picture {number} of {reading.name}" for number in range(len(found)))
+        return reading._replace(content=messages), [pixels_of(*pair) for pair in zip(found, names, strict=True)]
 
     def check_length(self, length: int, name: str) -> None:
         """Check the number of tokens of a prompt.

@@ -5,12 +5,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lightning_rl.data.pictures import COLUMNS
 from lightning_rl.data.row_schema import TOOLS, VARIABLES, is_token_ids
+from lightning_rl.policy.processor import processor_of
 from lightning_rl.samples import Prompt
 from lightning_rl.utils.decoding import ROLES
 from lightning_rl.utils.finding import Finding
-
-IMAGES = ("image", "images")
 
 
 def prompt_findings(
@@ -39,10 +39,13 @@ def _faults(
     """Yield kind, observation and cure of the faults of a prompt."""
     chat = not isinstance(prompt.content, str) and not is_token_ids(prompt.content)
     unread = [name for name in (TOOLS, VARIABLES) if not chat and prompt.columns.get(name)]
-    for name in (*unread, *(name for name in IMAGES if prompt.columns.get(name) is not None)):
-        why = "and the policy reads text alone" if name in IMAGES else "but no chat template writes it"
-        cure = "drop the column" if name in IMAGES else "pass chat=True, messages as the prompt, or drop the column"
-        yield name, f"has a column {name}, {why}", cure
+    for name in unread:
+        why = f"has a column {name}, but no chat template writes it"
+        yield name, why, "pass chat=True, messages as the prompt, or drop the column"
+    for name in COLUMNS if processor_of(tokenizer) is None else ():
+        if prompt.columns.get(name) is not None:
+            cure = "pass tokenizer=AutoProcessor.from_pretrained(...) of the policy, or drop the column"
+            yield name, f"has a column {name}, and the policy reads text alone", cure
     if tokenizer is not None:
         yield from _stray_tokens(prompt, tokenizer, ends, chat=chat)
 

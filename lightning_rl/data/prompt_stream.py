@@ -66,10 +66,7 @@ class PromptStream:
     def examples(self, number: int) -> list[Prompt]:
         """Return the first ``number`` prompts."""
         readings = list(islice((self._read(row, place, 0) for place, row in enumerate(self.dataset)), number))
-        pairs = enumerate(zip(readings, self._encoder.encode(readings), strict=True))
-        return [
-            Prompt(place, ids, reading.content, reading.columns, reading.variables) for place, (reading, ids) in pairs
-        ]
+        return self._encoder.prompts(readings)
 
     def connect(
         self,
@@ -97,7 +94,7 @@ class PromptStream:
             for number, reading in enumerate(readings):
                 check(reading.columns, f"prompt {number} of the stream")
         self.columns = tuple(sorted({name for reading in readings for name in reading.columns}))
-        lengths = [len(self._encode(reading)) for reading in readings]
+        lengths = [len(prompt.token_ids) for prompt in self._encoder.prompts(readings)]
         self.max_prompt_length, self._connection = max(lengths), connection
         if self.too_long == "error":
             for reading, length in zip(readings, lengths, strict=True):
@@ -113,9 +110,11 @@ class PromptStream:
         self._rewind()
 
     def _length(self, reading: Reading) -> int:
-        ids = self._encode(reading)
-        length = self._length_of(Prompt(0, ids, reading.content, reading.columns, reading.variables))
-        return len(ids) if length is None else length
+        return self._length_of_prompt(self._encode(reading, 0))
+
+    def _length_of_prompt(self, prompt: Prompt) -> int:
+        length = self._length_of(prompt)
+        return len(prompt.token_ids) if length is None else length
 
     def at(self, places: Iterable[int]) -> list[Prompt]:
         """Return the prompts at indices of the run."""
@@ -127,9 +126,9 @@ class PromptStream:
         while self._place < place:
             self._next()
         reading = self._next()
-        ids = self._encode(reading)
-        self._encoder.check_length(self._length(reading), reading.name)
-        return Prompt(place, ids, reading.content, reading.columns, reading.variables)
+        prompt = self._encode(reading, place)
+        self._encoder.check_length(self._length_of_prompt(prompt), reading.name)
+        return prompt
 
     @property
     def fingerprint(self) -> str:
@@ -152,8 +151,8 @@ class PromptStream:
     def _read(self, row: Any, number: int, passes: int) -> Reading:
         return self.form.read(row, f"prompt {number} of the stream" + (f" in pass {passes}" if passes else ""))
 
-    def _encode(self, reading: Reading) -> tuple[int, ...]:
-        return self._encoder.encode([reading])[0]
+    def _encode(self, reading: Reading, place: int) -> Prompt:
+        return self._encoder.prompts([reading], [place])[0]
 
     def _rewind(self) -> None:
         self._place, self.drop_count, self._readings = 0, 0, self._passes()

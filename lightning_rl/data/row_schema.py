@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lightning_rl.data.pictures import PARTS
 from lightning_rl.utils.arguments import check_bools
 from lightning_rl.utils.keys import hide_secrets
 from lightning_rl.utils.naming import check_columns, in_words, name_of
@@ -393,6 +394,8 @@ def _message(message: Any, number: int, name: str) -> dict[str, Any]:
     kept = without_none(dict(message))
     if (text := joined_parts(kept.get("content"))) is not None:
         return {**kept, "content": text}
+    if has_pictures(message.get("content")):
+        return {**kept, "content": list(message["content"])}
     if "content" not in kept and "tool_calls" in kept:
         return kept
     raise ValueError(
@@ -404,8 +407,16 @@ def _message(message: Any, number: int, name: str) -> dict[str, Any]:
 def content_cure(content: Any) -> str:
     """Return the cure of a message whose content is no text."""
     if isinstance(content, list | tuple | Mapping):
-        return "images and other parts are not supported; join parts of text"
+        return "parts of type text and image are supported; sound and videos are not"
     return "write its text, or leave the message out"
+
+
+def has_pictures(content: Any) -> bool:
+    """Return True for the content of a message that is parts of text and at least one picture."""
+    parts = content if isinstance(content, list | tuple) else ()
+    kinds = {part.get("type") if isinstance(part, Mapping) else None for part in parts}
+    texts = (part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text")
+    return bool(kinds & {*PARTS}) and kinds <= {"text", *PARTS} and all(isinstance(text, str) for text in texts)
 
 
 def joined_parts(content: Any) -> str | None:

@@ -156,7 +156,7 @@ class Bridge:
                 raise BridgeError(f"{error}{LATE}") from error
             raise
         self._check_new(messages)
-        harmless = self.tail([{**message, "content": "x"} for message in messages])
+        harmless = self.tail([{**message, "content": _short_text(message.get("content"))} for message in messages])
         if self._count(ids) > self._count(harmless):
             raise BridgeError("the environment's text became control tokens, which could end its turn")
         closed = drawn and (drawn[-1] == ids[0] or (drawn[-1] in self.ends and not self.closes_as_head(ids)))
@@ -358,6 +358,13 @@ def with_callers(messages: Sequence[Message]) -> list[dict[str, Any]]:
                 message |= {key: value for key, value in found if value is not None}
         named.append(message)
     return named
+
+
+def _short_text(content: Any) -> Any:
+    """Return the content of a message with short texts, and pictures where they are."""
+    if not isinstance(content, list):
+        return "x"
+    return [{**part, "text": "x"} if part.get("type") == "text" else part for part in content]
 
 
 def strings_of(value: Any) -> Iterator[str]:

@@ -22,7 +22,7 @@ from lightning_rl.environments.validation import check_reset, check_step, name_o
 from lightning_rl.generation import Completion, Request, turn_seed
 from lightning_rl.processes.errors import TIMEOUT, CallError
 from lightning_rl.rollout import FinishReason
-from lightning_rl.samples import PROMPT, Failure, Message, Trajectory
+from lightning_rl.samples import PROMPT, Failure, Media, Message, Trajectory
 from lightning_rl.utils.mutation_guard import copy_plain
 
 PASSED = (KeyboardInterrupt, SIGTERMException, RunEndError)
@@ -89,6 +89,7 @@ class Conversation:
         self._made, self._turns, self._drawn = self._wanted, 0, 0
         self._parent: int | None = PROMPT
         self._read: tuple[int, ...] = ()  # tokens after the last answer, which belong to the next turn
+        self._media: Media | None = None  # pictures among them
         self._rewards: list[float] = []
         self._messages: list[Message] = []
         self._metrics: dict[str, float] = {}
@@ -109,8 +110,10 @@ class Conversation:
                     "by reset"
                 )
             if prompt:
-                self._made = replace(self._made, request=replace(self._made.request, prefix_ids=tuple(prompt)))
-            self._ask(self._made.request.prefix_ids)
+                media = getattr(environment, "media", None)
+                request = replace(self._made.request, prefix_ids=tuple(prompt), media=media)
+                self._made = replace(self._made, request=request)
+            self._ask(self._made.request.prefix_ids, self._made.request.media)
 
     def receive(self, completion: Completion) -> None:
         """Pass the completion of :attr:`request` to the environment and process its reply."""
@@ -119,7 +122,7 @@ class Conversation:
                 f"expected a conversation that waits for an answer, got one without a request in turn {self._turns}"
             )
         request, self.request = self.request, None
-        self._made = self._made.extend(self._parent, self._read, completion)
+        self._made = self._made.extend(self._parent, self._read, completion, self._media)
         self._turns += 1
         self._drawn += len(completion.token_ids)
         with self._failures():
@@ -171,11 +174,13 @@ class Conversation:
         elif self._turns >= self._limits.turns:
             self._stop(FinishReason.TURNS)
         elif step.rewritten:
-            self._parent, self._read = None, tuple(step.rewritten)
-            self._ask(self._read)
+            self._parent, self._read, self._media = None, tuple(step.rewritten), step.media
+            self._ask(self._read, self._media)
         else:
             self._parent, self._read = len(self._made.segments) - 1, tuple(step.token_ids)
-            self._ask((*request.prefix_ids, *completion.token_ids, *self._read))
+            self._media = step.media
+            prefix = (*request.prefix_ids, *completion.token_ids, *self._read)
+            self._ask(prefix, self._made.media_of(self._parent, self._read, self._media))
 
     def _add(self, step: TokenStep) -> None:
         """Add messages, metrics and reward of a step."""
@@ -195,7 +200,7 @@ class Conversation:
         length = math.inf if self._limits.length is None else self._limits.length - len(prefix)
         return int(min(whole, length, self._limits.turn_tokens or math.inf))
 
-    def _ask(self, prefix: tuple[int, ...]) -> None:
+    def _ask(self, prefix: tuple[int, ...], media: Media | None) -> None:
         room = self._room(prefix)
         if room <= 0:
             self._stop(FinishReason.LENGTH)
@@ -204,6 +209,7 @@ class Conversation:
         self.request = replace(
             first,
             prefix_ids=prefix,
+            media=media,
             turn=self._turns,
             attempt=self._retries,
             seed=turn_seed(first.seed, self._turns),

@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from lightning_rl.samples import FinishReason, Message
+from lightning_rl.samples import FinishReason, Media, Message
 from lightning_rl.utils.arguments import check_numbers
 from lightning_rl.utils.naming import CheckedNames
 
@@ -135,6 +135,7 @@ class TokenStep:
         done: True to end the conversation.
         metrics: Metrics to log.
         messages: Messages of the turn, with the answer, for rewards and records.
+        media: Pictures among ``token_ids`` or ``rewritten``; None without.
     """
 
     token_ids: Sequence[int] = ()
@@ -143,6 +144,7 @@ class TokenStep:
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     messages: Sequence[Message] = ()
+    media: Media | None = None
 
     def __post_init__(self) -> None:
         """Check the combination of fields."""

@@ -4,12 +4,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_rl.data.pictures import pixels_of, place_pictures
 from lightning_rl.environments.chat_template import Bridge, with_callers
 from lightning_rl.environments.environment import Action, Environment, StepResult, TokenStep
 from lightning_rl.environments.parsing import AnswerParser, truncated_parser
 from lightning_rl.environments.validation import check_messages, check_reset, check_step, copy_message, name_of
+from lightning_rl.policy.processor import Pixels, processor_of
 from lightning_rl.rollout import FinishReason
-from lightning_rl.samples import Message
+from lightning_rl.samples import Media, Message
 from lightning_rl.samples.prompt import REWRITTEN
 from lightning_rl.utils.mutation_guard import copy_plain
 
@@ -23,8 +25,10 @@ class MessageEnvironment:
         parse: Parser of answers.
         schemas: Schemas of the environment's tools.
         prompt: Prompt of the row as messages, for an environment that begins with it.
+        pictures: Pictures of these messages.
 
     Attributes:
+        media: Pictures of the first prompt; None without.
         opening_length: Number of messages before the first answer.
         unanswered: Messages that the environment has not answered, for the log of a failure.
     """
@@ -36,16 +40,20 @@ class MessageEnvironment:
         parse: AnswerParser,
         schemas: Sequence[Any] = (),
         prompt: Sequence[Message] = (),
+        pictures: Sequence[Pixels] = (),
     ) -> None:
         self.environment, self._bridge, self._parse = environment, bridge, parse
         self._schemas, self._prompt, self._prefix, self._turn = schemas, prompt, list[int](), 0
+        self._pictures = pictures
+        self.media: Media | None = None
         self._opening: tuple[Message, ...] = ()
         self.unanswered: tuple[Message, ...] = ()
         self.opening_length = 0
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
         """Return the prompt of the environment's first messages, or of the row's."""
-        opening = check_reset(self.environment, self.environment.reset(row, seed)) or self._prompt
+        own = check_reset(self.environment, self.environment.reset(row, seed))
+        opening, pictures = self._take_pictures(own) if own else (self._prompt, self._pictures)
         if not opening:
             raise ValueError(
                 f"expected {name_of(self.environment)}.reset to return messages for a prompt of token ids, got none: "
@@ -54,7 +62,8 @@ class MessageEnvironment:
         check_messages(opening, "the row's prompt")
         self._opening = tuple(copy_plain(copy_message(message)) for message in opening)
         self.opening_length = len(self._opening)
-        self._prefix = list(self._bridge.encode(self._opening, self._schemas))
+        ids, self.media = self._expand(self._bridge.encode(self._opening, self._schemas), pictures)
+        self._prefix = list(ids)
         return self._prefix
 
     def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
@@ -67,10 +76,16 @@ class MessageEnvironment:
         self.unanswered, self._opening = (*self._opening, copy_plain(message_of(answer))), ()
         step: StepResult = check_step(self.environment, self.environment.step(answer))
         self._turn += 1
-        messages = [copy_plain(copy_message(message)) for message in step.rewritten or step.messages]
+        placed, pictures = self._take_pictures(step.rewritten or step.messages)
+        messages = [copy_plain(copy_message(message)) for message in placed]
         rewritten = self._bridge.encode(messages, self._schemas) if step.rewritten else ()
         replies = with_callers([message_of(answer), *messages])[1:]
         ids = () if step.done or rewritten else self._bridge.after(token_ids, replies)
+        media = None
+        if rewritten:
+            rewritten, media = self._expand(rewritten, pictures)
+        elif ids:
+            ids, media = self._expand(ids, pictures)
         self._prefix = list(rewritten) or [*self._prefix, *token_ids, *ids]
         marked = [{**message, REWRITTEN: True} for message in messages] if rewritten else messages
         answered, self.unanswered = self.unanswered, ()
@@ -82,7 +97,25 @@ class MessageEnvironment:
             done=step.done,
             metrics={**counts, **step.metrics},
             messages=(*answered, *marked),
+            media=media,
         )
+
+    def _take_pictures(self, messages: Sequence[Message]) -> tuple[Sequence[Message], list[Pixels]]:
+        """Return messages with places of pictures, and the pictures."""
+        placed, found = place_pictures(messages, [], f"messages of {name_of(self.environment)}")
+        names = (f"picture {number} of {name_of(self.environment)}" for number in range(len(found)))
+        return placed, [pixels_of(*pair) for pair in zip(found, names, strict=True)]
+
+    def _expand(self, token_ids: Sequence[int], pictures: Sequence[Pixels]) -> tuple[tuple[int, ...], Media | None]:
+        """Return token ids with all placeholders of pictures, and their media."""
+        if not pictures:
+            return tuple(token_ids), None
+        if (processor := processor_of(self._bridge.tokenizer)) is None:
+            raise ValueError(
+                f"expected messages of text from {name_of(self.environment)}, since the policy reads no pictures, got "
+                "a picture: pass tokenizer=AutoProcessor.from_pretrained(...) of the policy"
+            )
+        return processor.expand(token_ids, pictures, f"messages of {name_of(self.environment)}")
 
     def reward(self) -> float | None:
         """Return the final reward of a conversation that ends at a limit."""

@@ -117,7 +117,8 @@ class Environments:
         if name not in self.own_prompts or is_token_ids(prompt.content):
             return None
         bridge, schemas = self.bridge(name, prompt.variables), self.schemas[name] or prompt.variables.get(TOOLS, ())
-        return bridge.length(_question_of(prompt, name), schemas)
+        further = 0 if prompt.media is None else len(prompt.token_ids) - len(prompt.media.engine_ids)
+        return bridge.length(_question_of(prompt, name), schemas) + further
 
     def _reset_length(self, name: str, prompt: Prompt) -> int | None:
         """Return the number of tokens of the first messages of an environment's own reset; None if it is not known."""
@@ -173,7 +174,8 @@ class Environments:
         if not isinstance(made, Environment):
             return made
         bridge, parse = self.bridge(type(made).__name__, prompt.variables), self.parser(prompt.variables)
-        return MessageEnvironment(made, bridge, parse, _schemas(made, prompt), messages_of(prompt))
+        pictures = () if prompt.media is None else prompt.media.pictures
+        return MessageEnvironment(made, bridge, parse, _schemas(made, prompt), messages_of(prompt), pictures)
 
     def bridge(self, name: str, variables: Mapping[str, Any] = MappingProxyType({})) -> Bridge:
         """Return the bridge of an environment for a row with these variables of the chat template.

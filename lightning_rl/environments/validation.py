@@ -1,6 +1,7 @@
 """Validation of environments, and of the messages and token ids that they return."""
 
 import inspect
+import io
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_rl.data.row_schema import content_cure
+from lightning_rl.data.row_schema import content_cure, has_pictures
 from lightning_rl.environments.environment import Environment, StepResult, TokenEnvironment, TokenStep
 from lightning_rl.environments.tools import ObjectEnvironment, has_schema
 from lightning_rl.samples import Message
@@ -105,7 +106,7 @@ def check_messages(messages: Any, where: str, roles: Sequence[str] = CONTEXT_ROL
         if role not in roles:
             raise ValueError(f"expected {name} to have one of the roles {', '.join(roles)}, got {role!r:.200}")
         calls = role == "assistant" and message.get("tool_calls")
-        if not isinstance(content, str) and not (content is None and calls):
+        if not isinstance(content, str) and not (content is None and calls) and not has_pictures(content):
             raise TypeError(
                 f"expected {name} to have a text as content, as {EXAMPLE}, got {content!r:.200}: "
                 + content_cure(content)
@@ -160,4 +161,7 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, (np.generic, np.ndarray, torch.Tensor)):
         return value.tolist()
+    if type(value).__module__.partition(".")[0] == "PIL":
+        value.save(file := io.BytesIO(), "PNG")
+        return file.getvalue()
     raise TypeError(f"expected plain values, lists and mappings from an environment, got {type(value).__name__}")

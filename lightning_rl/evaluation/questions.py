@@ -50,8 +50,8 @@ class Questions:
         return [
             Trajectory(
                 prompt=prompt,
-                request=Request(
-                    prefix_ids=prompt.token_ids,
+                request=Request.of(
+                    prompt,
                     sample_id=sample_id(prompt.index, place, self.samples, first=number * EVALUATION),
                     seed=evaluation_seed(seed, self.name, prompt.index, place),
                     sampling=self.sampling,

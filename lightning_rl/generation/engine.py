@@ -81,6 +81,7 @@ class Capabilities:
         collective: Ranks share one engine, so every rank has to call :meth:`Engine.generate`.
         max_rows: Maximum number of rows that decode together; None without a limit.
         cuts_short: A response can finish with LENGTH before ``max_new_tokens``, by a limit of the engine.
+        pictures: Reads the pictures of :attr:`Request.media`.
     """
 
     returns_logprobs: bool = True
@@ -96,6 +97,7 @@ class Capabilities:
     collective: bool = False
     max_rows: int | None = None
     cuts_short: bool = False
+    pictures: bool = False
 
 
 class Engine(ABC):

@@ -28,6 +28,7 @@ from lightning_rl.policy.compilation import without_compilation
 from lightning_rl.policy.embedding_gradients import embedding_leaves, token_gradients
 from lightning_rl.policy.expert_routes import record_routes
 from lightning_rl.policy.logprobs import FILTERED, exact_logits, logprobs_of
+from lightning_rl.policy.media import media_arguments, media_of_prompts, plain_placeholders
 from lightning_rl.policy.model import head_layer, logit_divisor, needs_half, random_rows, unscaled_logits
 from lightning_rl.policy.module_values import DecodedPositions, ModuleValues, record_modules
 from lightning_rl.policy.probe_weights import probe_weights
@@ -60,6 +61,7 @@ class TransformersEngine(Engine):
         scores=True,
         extras=frozenset((ROUTES, SAMPLING_MASK, TOP_IDS, TOP_LOGPROBS)),
         shares_policy=True,
+        pictures=True,
     )
 
     def __init__(self, *, max_rows: int = 512, canary: Canary | bool | None = True) -> None:
@@ -323,38 +325,52 @@ class _Decode:
 
     def reads_padding(self) -> bool:
         """Return True if the logits after a prompt depend on the padding on its left."""
-        prompts = list(dict.fromkeys(request.prefix_ids for request in self.requests))
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.model.device)
+        prompts = self._prompts()
+        lengths = torch.tensor([len(prompt.prefix_ids) for prompt in prompts], device=self.model.device)
         with embedding_leaves(self.model) as leaves:
-            logits, real, _ = self._read_prompts(prompts, lengths)
+            logits, real, *_ = self._read_prompts(prompts, lengths)
             reads = logits.requires_grad  # or the logits are constant
             return reads and bool(token_gradients(logits.log_softmax(-1)[:, 0], leaves)[~real].any())
 
     def _prefill(self) -> _Live:
         """Run each distinct prompt once, and repeat its cache for each of its samples."""
-        prompts = list(dict.fromkeys(request.prefix_ids for request in self.requests))
-        place = {prompt: number for number, prompt in enumerate(prompts)}
+        prompts = self._prompts()
+        place = {prompt.prompt_key: number for number, prompt in enumerate(prompts)}
         device = self.model.device
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        logits, real, cache = self._read_prompts(prompts, lengths)
+        lengths = torch.tensor([len(prompt.prefix_ids) for prompt in prompts], device=device)
+        logits, real, cache, position = self._read_prompts(prompts, lengths)
         mask = None if bool(real[:, 0].all()) else real.long()  # no padding on the left
-        index = torch.tensor([place[request.prefix_ids] for request in self.requests], device=device)
+        index = torch.tensor([place[request.prompt_key] for request in self.requests], device=device)
         self.extras.add_prompts(real, index)
         cache.take_rows(index)
         rows = torch.arange(len(self.requests), device=device)
         alive = torch.ones_like(rows, dtype=torch.bool)
-        return _Live(rows, alive, cache, logits[index], None if mask is None else mask[index], lengths[index])
+        return _Live(rows, alive, cache, logits[index], None if mask is None else mask[index], position[index])
 
-    def _read_prompts(self, prompts: list[tuple[int, ...]], lengths: Tensor) -> tuple[Tensor, Tensor, KVCache]:
-        """Return the logits after each prompt, left-padded, a mask of real tokens, and their cache."""
-        width, device = max(map(len, prompts)), lengths.device
-        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    def _prompts(self) -> list[Request]:
+        """Return the first request of each distinct prompt."""
+        return list({request.prompt_key: request for request in reversed(self.requests)}.values())[::-1]
+
+    def _read_prompts(self, prompts: list[Request], lengths: Tensor) -> tuple[Tensor, Tensor, KVCache, Tensor]:
+        """Return the logits after each prompt, left-padded, a mask of real tokens, their cache and next positions."""
+        rows, device = [prompt.prefix_ids for prompt in prompts], lengths.device
+        width = max(map(len, rows))
+        ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
         real = torch.arange(width, device=device) >= width - lengths[:, None]
         cache = KVCache(self.model.config, width + self.tokens.shape[1])
-        mask = None if bool(real.all()) else real.long()
-        return self._forward(ids, mask, (real.long().cumsum(-1) - 1).clamp(min=0), cache), real, cache
+        mask, positions = None if bool(real.all()) else real.long(), (real.long().cumsum(-1) - 1).clamp(min=0)
+        if (media := media_of_prompts([prompt.media for prompt in prompts], ids, real)) is None:
+            return self._forward(ids, mask, positions, cache), real, cache, lengths
+        arguments = media_arguments(self.model.base_model, media, positions)
+        positions = arguments.pop("position_ids")
+        with plain_placeholders(self.model, ids, media.drawn) as plain:
+            logits = self._forward(plain, mask, positions, cache, **arguments)
+        last = positions.view(-1, *ids.shape).amax(0).masked_fill(~real, -1).amax(-1)
+        return logits, real, cache, last + 1
 
-    def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: KVCache) -> Tensor:
+    def _forward(
+        self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: KVCache, **arguments: Tensor
+    ) -> Tensor:
         """Return the logits after the last token; the tokens are added to the cache."""
         output = self.model(
             input_ids=ids,
@@ -363,6 +379,7 @@ class _Decode:
             use_cache=True,
             logits_to_keep=1,
             **{self.cache_argument: cache},
+            **arguments,
         )
         return output.logits[:, -1]
 
@@ -454,17 +471,20 @@ class _InvariantDecode(_Decode):
         return False
 
     @override
-    def _read_prompts(self, prompts: list[tuple[int, ...]], lengths: Tensor) -> tuple[Tensor, Tensor, KVCache]:
+    def _read_prompts(self, prompts: list[Request], lengths: Tensor) -> tuple[Tensor, Tensor, KVCache, Tensor]:
         """Pad on the right, so that each token is at its position."""
-        self.width = width = max(map(len, prompts))
-        ids = torch.tensor([list(prompt) + [0] * (width - len(prompt)) for prompt in prompts], device=lengths.device)
+        rows = [prompt.prefix_ids for prompt in prompts]
+        self.width = width = max(map(len, rows))
+        ids = torch.tensor([list(row) + [0] * (width - len(row)) for row in rows], device=lengths.device)
         column = torch.arange(width, device=ids.device)
         cache = KVCache(self.model.config, width + self.tokens.shape[1], aligned=True)
         states = self._states(ids, column.expand(len(ids), -1), cache)
-        return self._logits(states[torch.arange(len(ids)), lengths - 1]), column < lengths[:, None], cache
+        return self._logits(states[torch.arange(len(ids)), lengths - 1]), column < lengths[:, None], cache, lengths
 
     @override
-    def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: KVCache) -> Tensor:
+    def _forward(
+        self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: KVCache, **arguments: Tensor
+    ) -> Tensor:
         self.width += 1
         return self._logits(self._states(ids, positions, cache)[:, -1])
 

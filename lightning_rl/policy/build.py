@@ -9,7 +9,14 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 
 from lightning_rl.policy.activation_checkpointing import Checkpointing, checkpoint_layers
 from lightning_rl.policy.attention import AUTO
@@ -23,6 +30,7 @@ from lightning_rl.policy.model import (
     check_head,
     check_router_loss,
 )
+from lightning_rl.policy.processor import PictureProcessor, attach
 from lightning_rl.policy.roles import TRAINED, Role, name_role
 from lightning_rl.policy.text_model import auto_class_of, freeze_towers, text_model_of
 from lightning_rl.policy.weight_files import WeightFiles, model_without_numbers
@@ -54,10 +62,10 @@ class ModelBuilder(ABC):
 ModelSource = ModelBuilder | Callable[[], PreTrainedModel] | str | Path  # in the order of attempts
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 CRITIC_HINT = ' (critic="shared" is a value head on the policy)'
-TokenizerSource = str | Path | PreTrainedTokenizerBase
+TokenizerSource = str | Path | PreTrainedTokenizerBase | ProcessorMixin
 
 
-def build_model(source: ModelSource, hint: str = "", *, head: bool = True) -> PreTrainedModel:
+def build_model(source: ModelSource, hint: str = "", *, head: bool = True, whole: bool = False) -> PreTrainedModel:
     """Return a causal language model in the default dtype (float32, or that of a ``-true`` precision).
 
     A model that a callable builds keeps its dtype, unless it trains in half precision and the default is not one:
@@ -67,6 +75,7 @@ def build_model(source: ModelSource, hint: str = "", *, head: bool = True) -> Pr
         source: Name, folder or callable.
         hint: Text appended to the message if it cannot be loaded.
         head: True if the weights have to include the vocabulary head and no unknown tensors.
+        whole: True to keep the towers of a multimodal model.
 
     Raises:
         ValueError: If a name or folder cannot be loaded, or its weights do not match its configuration: transformers
@@ -76,7 +85,7 @@ def build_model(source: ModelSource, hint: str = "", *, head: bool = True) -> Pr
         if missing := missing_folder(source):
             raise ValueError(f"expected the folder of a causal language model, got {missing}{hint}")
         try:
-            return _load(source, head=head)
+            return _load(source, head=head, whole=whole)
         except (OSError, SafetensorError) as error:  # raised by transformers for unreadable files
             file = _unreadable_file(Path(source)) if isinstance(error, SafetensorError) else ""
             raise ValueError(
@@ -97,8 +106,8 @@ def build_model(source: ModelSource, hint: str = "", *, head: bool = True) -> Pr
     return _check_head(cast(PreTrainedModel, model))
 
 
-def _load(source: str | Path, *, head: bool) -> PreTrainedModel:
-    """Return the text model of a name or folder after checking that all weights were loaded.
+def _load(source: str | Path, *, head: bool, whole: bool) -> PreTrainedModel:
+    """Return the model, or its text model, of a name or folder after checking that all weights were loaded.
 
     Raises:
         ValueError: If some were not; names the first one.
@@ -132,7 +141,7 @@ def _load(source: str | Path, *, head: bool) -> PreTrainedModel:
             f"{f' and {len(left) - 1} others' if left[1:] else ''}, which {type(model).__name__} has no place for: "
             "correct config.json, or pass a function that builds the model as you want it"
         )
-    return _check_head(text_model_of(model))
+    return _check_head(model if whole else text_model_of(model))
 
 
 def _check_head(model: PreTrainedModel) -> PreTrainedModel:
@@ -225,6 +234,7 @@ def build_policy(
     batch_invariant: bool = False,
     checkpointing: Checkpointing | None = None,
     split: bool = False,
+    processor: PictureProcessor | None = None,
 ) -> PolicyModel:
     """Return policy and critic, without dropout and with a forward that agrees with the model's own.
 
@@ -238,11 +248,14 @@ def build_policy(
         checkpointing: Mode of activation checkpointing.
         split: True to build the policy on the meta device if it comes from a folder and has no separate critic;
             :meth:`PolicyModel.fill` loads and checks it after sharding.
+        processor: Processor of pictures, with which the towers of a multimodal policy are kept, frozen.
 
     Raises:
         ValueError: If a check fails; names the model, and says what to change.
     """
-    source, files = model_and_files(policy, "policy", split=split and critic in (None, "shared"))
+    source, files = model_and_files(
+        policy, "policy", split=split and critic in (None, "shared"), whole=processor is not None
+    )
     model = check_parts(source, "policy")
     freeze_towers(model)
     backbone = None if critic is None else model
@@ -251,10 +264,11 @@ def build_policy(
             own = build_model(critic, CRITIC_HINT, head=False)
         backbone = check_parts(own, "critic", model)
     options: dict[str, Any] = {"attention": attention, "batch_invariant": batch_invariant, "files": files}
+    options["processor"] = processor
     built = PolicyModel(model, backbone, temperature=temperature, packed=packed, **options)
     roles: dict[PreTrainedModel, Role] = {backbone or model: "critic", model: "policy"}
     for part, role in roles.items() if files is None else ():
-        check_forward(part, role, packed=packed)
+        check_forward(part, role, packed=packed, processor=processor)
     for part in roles if checkpointing else ():
         checkpoint_layers(part, checkpointing)
     return built.train()  # transformers checkpoints activations only in train mode; dropout was ruled out
@@ -270,6 +284,7 @@ def build_scorer(
     attention: str = AUTO,
     batch_invariant: bool = False,
     files: WeightFiles | None = None,
+    processor: PictureProcessor | None = None,
 ) -> FrozenModel:
     """Return a frozen model in eval mode that scores the policy's samples, checked like the policy.
 
@@ -282,34 +297,42 @@ def build_scorer(
         attention: Kernel for packed sequences.
         batch_invariant: True for log-probabilities whose bits do not depend on the batch.
         files: Files from which :meth:`FrozenModel.shard` loads the model before it checks its numbers.
+        processor: Processor of the policy's pictures; None without.
 
     Raises:
         ValueError: If a check fails; names the model, and says what to change.
     """
     model = check_parts(source, role, policy)
     options: dict[str, Any] = {"attention": attention, "batch_invariant": batch_invariant, "files": files}
+    options["processor"] = processor
     scorer = FrozenModel(model, temperature=temperature, packed=packed, role=role, **options)
     if files is None:
-        check_forward(model, role, packed=packed)
+        check_forward(model, role, packed=packed, processor=processor)
     return scorer
 
 
 def model_and_files(
-    source: ModelSource, role: Role, *, split: bool = False
+    source: ModelSource, role: Role, *, split: bool = False, whole: bool = False
 ) -> tuple[PreTrainedModel, WeightFiles | None]:
     """Return a new model, or with ``split`` and a folder one on the meta device with the files to load it from."""
     with name_role(role):
-        return (model_without_numbers(source) if split else None) or (build_model(source), None)
+        return (model_without_numbers(source, whole=whole) if split else None) or (
+            build_model(source, whole=whole),
+            None,
+        )
 
 
 def build_tokenizer(tokenizer: TokenizerSource | None, policy: ModelSource) -> PreTrainedTokenizerBase | None:
     """Return the given tokenizer, also by its name, folder or dotted import path, or by default that of the policy.
 
-    By default, a policy folder without tokenizer files has none.
+    By default, a policy folder without tokenizer files has none. That of a processor has the processor with it.
     """
     named: Any = import_by_name(tokenizer=tokenizer)
     if named is not tokenizer:
-        tokenizer = named if isinstance(named, PreTrainedTokenizerBase) or not callable(named) else cast(Any, named())
+        given = isinstance(named, PreTrainedTokenizerBase | ProcessorMixin) or not callable(named)
+        tokenizer = named if given else cast(Any, named())
+    if isinstance(tokenizer, ProcessorMixin):
+        return attach(tokenizer)
     argument = "tokenizer" if tokenizer is not None else "policy"
     if tokenizer is None and isinstance(policy, str | Path):
         if Path(policy).is_dir() and not any(file for name in TOKENIZER_FILES for file in Path(policy).glob(name)):

@@ -21,6 +21,7 @@ from lightning_rl.policy.embedding_gradients import embedding_leaves, token_grad
 from lightning_rl.policy.extreme_draws import ExtremeDraws, other_generators
 from lightning_rl.policy.load_balancing import record_routers
 from lightning_rl.policy.logprobs import head_logits, sum_of_squares, token_logprobs, token_logprobs_and_kl
+from lightning_rl.policy.media import media_arguments, own_arguments, placeholders_of, plain_placeholders
 from lightning_rl.policy.module_values import (
     Event,
     ModuleDifference,
@@ -33,11 +34,13 @@ from lightning_rl.policy.module_values import (
 )
 from lightning_rl.policy.packing import PACKED_ATTENTION, Layout, PackingError, pack, packed_attention
 from lightning_rl.policy.probe_weights import probe_weights
+from lightning_rl.policy.processor import PictureProcessor
 from lightning_rl.policy.roles import TRAINED, Role, name_role
 from lightning_rl.policy.tensor_hash import fingerprint
 from lightning_rl.policy.text_model import backbone_of, modules_behind
 from lightning_rl.policy.weight_files import WeightFiles
-from lightning_rl.rollout import Rollout
+from lightning_rl.rollout import Rollout, join_tokens
+from lightning_rl.samples import PROMPT, Completion, FinishReason, Request, SamplingParams, Trajectory
 
 PADDED = "use packing=False"
 LOGIT_OPTIONS = (  # of a model's configuration: factors, a divisor, caps; MPT has a factor of None
@@ -102,6 +105,7 @@ class PolicyModel(nn.Module):
         batch_invariant: True for log-probabilities whose bits do not depend on the batch.
         files: Files from which :meth:`fill` loads the policy; None if it is loaded already.
         role: Role of ``model``.
+        processor: Processor of the pictures that :meth:`fill` checks; None for a model of text.
     """
 
     def __init__(
@@ -115,9 +119,11 @@ class PolicyModel(nn.Module):
         batch_invariant: bool = False,
         files: WeightFiles | None = None,
         role: Role = "policy",
+        processor: PictureProcessor | None = None,
     ) -> None:
         super().__init__()
         self.packed, self.attention, self.files, self.role = packed, attention, files, role
+        self.processor = processor
         self.model = model
         self.critic = None if critic is None or critic is model else backbone_of(critic)
         self.value_head: nn.Linear | None = None
@@ -143,7 +149,7 @@ class PolicyModel(nn.Module):
         self.check_windows(layout.longest)
         recorder = nullcontext() if layout.expert_load is None else record_routers(self.model)
         with recorder as routers:
-            states = _hidden_states(backbone_of(self.model), layout, self.attention)
+            states = _hidden_states(backbone_of(self.model), layout, self.attention, whole=self.model)
         with BatchInvariance() if is_batch_invariant(self.model) else nullcontext():
             logprobs, entropy, *kl = _score(self.model, states, layout, self.temperature)
         outputs = Outputs(layout.scatter(logprobs), layout.scatter(entropy), self._values(states, layout))
@@ -176,7 +182,7 @@ class PolicyModel(nn.Module):
         """
         if self.files is not None:
             self.files.fill(self, device)
-            check_forward(self.model, self.role, packed=self.packed, split=self)
+            check_forward(self.model, self.role, packed=self.packed, split=self, processor=self.processor)
 
     def check_windows(self, tokens: int) -> None:
         """Check that rows of some number of tokens are within the context windows of policy and critic.
@@ -188,9 +194,14 @@ class PolicyModel(nn.Module):
             check_window(config, tokens, role)
 
     def layers(self) -> list[nn.Module]:
-        """Return the transformer blocks of policy and critic, which a sharding strategy gathers one at a time."""
+        """Return the transformer blocks of policy and critic, which a sharding strategy gathers one at a time.
+
+        Those of towers are gathered with the rest, since only ranks with pictures in a microbatch run them.
+        """
         names = set(getattr(self.model, "_no_split_modules", None) or ())
-        return [part for part in self.modules() if type(part).__name__ in names]
+        return [
+            part for model in self.models() for part in backbone_of(model).modules() if type(part).__name__ in names
+        ]
 
     def models(self) -> list[PreTrainedModel]:
         """Return the models of policy and critic, one or two."""
@@ -248,10 +259,11 @@ class FrozenModel:
         batch_invariant: bool = False,
         files: WeightFiles | None = None,
         role: Role = "reference",
+        processor: PictureProcessor | None = None,
     ) -> None:
         self.model, self.files, self.role = model.requires_grad_(requires_grad=False), files, role
         options: dict[str, Any] = {"attention": attention, "batch_invariant": batch_invariant, "files": files}
-        options["role"] = role
+        options |= {"role": role, "processor": processor}
         self.scoring: nn.Module = PolicyModel(model, None, temperature=temperature, packed=packed, **options).eval()
 
     @cached_property
@@ -351,12 +363,21 @@ def check_head(model: PreTrainedModel) -> None:
     )
 
 
-def _hidden_states(backbone: nn.Module, layout: Layout, attention: str = AUTO) -> Tensor:
-    config = getattr(backbone, "config", None)
+def _hidden_states(
+    backbone: nn.Module, layout: Layout, attention: str = AUTO, *, whole: PreTrainedModel | None = None
+) -> Tensor:
+    """Return the last hidden states of all inputs; only inputs with pictures run the towers of the ``whole`` model."""
+    config, media = getattr(backbone, "config", None), layout.media
     implementation = getattr(config, "_attn_implementation", None)  # no public name
     with packed_attention(layout, implementation=implementation, attention=attention) as arguments:
-        positions = {"position_ids": layout.position_ids} if layout.lengths else {}
-        output = backbone(input_ids=layout.input_ids, use_cache=False, **positions, **arguments)
+        if media is None or whole is None:
+            positions = {"position_ids": layout.position_ids} if layout.lengths else {}
+            output = backbone(input_ids=layout.input_ids, use_cache=False, **positions, **arguments)
+        else:
+            model: Any = whole.base_model
+            arguments |= media_arguments(model, media, layout.position_ids)
+            with plain_placeholders(model, layout.input_ids, media.drawn.flatten()[media.place]) as ids:
+                output = model(input_ids=ids, use_cache=False, **arguments)
     return output.last_hidden_state.flatten(0, 1)
 
 
@@ -416,7 +437,10 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         raise ValueError(f"packed sequences would read the states of {type(model).__name__}: {PADDED}")
     if getattr(model.config.get_text_config(), "attention_chunk_size", None):
         raise ValueError(f"packed attention does not support the chunked attention of {type(model).__name__}: {PADDED}")
-    model.set_attn_implementation(PACKED_ATTENTION)  # only warns where it does nothing
+    text = model.config.get_text_config()
+    names = [name for name in model.config.sub_configs if getattr(model.config, name, None) is text]
+    chosen = {"": PACKED_ATTENTION, **dict.fromkeys(names, PACKED_ATTENTION)} if names else PACKED_ATTENTION
+    model.set_attn_implementation(chosen)  # not of towers; only warns where it does nothing
     if getattr(backbone_of(model).config, "_attn_implementation", None) != PACKED_ATTENTION:  # no public name
         raise ValueError(
             f"expected attention through the AttentionInterface of transformers, got {type(model).__name__}, whose own "
@@ -424,7 +448,14 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         )
 
 
-def check_forward(model: PreTrainedModel, role: Role, *, packed: bool, split: PolicyModel | None = None) -> None:
+def check_forward(
+    model: PreTrainedModel,
+    role: Role,
+    *,
+    packed: bool,
+    split: PolicyModel | None = None,
+    processor: PictureProcessor | None = None,
+) -> None:
     """Check the numbers of a model of a run under :func:`probe_weights`, with the arguments of :func:`check_scoring`.
 
     Raises:
@@ -432,6 +463,8 @@ def check_forward(model: PreTrainedModel, role: Role, *, packed: bool, split: Po
     """
     with name_role(role), probe_weights(split or model, cast=split is None and not needs_half(model)):
         check_scoring(model, packed=packed, split=split)
+        if processor is not None:
+            check_scoring(model, packed=packed, split=split, rows=picture_rows(model, processor))
         if role in TRAINED:
             check_modes(model, packed=packed, split=split)
         if split is not None:
@@ -444,7 +477,9 @@ def needs_half(model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | None = None) -> None:
+def check_scoring(
+    model: PreTrainedModel, *, packed: bool, split: PolicyModel | None = None, rows: Rollout | None = None
+) -> None:
     """Compare our log-probabilities of a few random tokens with those of the model's own forward.
 
     Detects everything beyond a linear head and plain attention, such as unknown logit scales, and layers that read
@@ -454,49 +489,75 @@ def check_scoring(model: PreTrainedModel, *, packed: bool, split: PolicyModel | 
         model: Policy.
         packed: True to run without padding.
         split: Sharded module that contains the policy; every rank has to call this then.
+        rows: Rows with pictures; None for random text.
 
     Raises:
         ValueError: If they differ by more than rounding, or are NaN; says what to change.
     """
-    prompts, responses = random_rows(model)
-    layout = _layout(prompts, responses, groups=(0, 0, 1, 2), packed=packed, device=model.device)
+    pictures = rows is not None
+    rows = Rollout.of_samples(*random_rows(model), groups=(0, 0, 1, 2)) if rows is None else rows
+    layout = pack(rows, packed=packed).to(model.device)
     training = (split or model).training
     (split or model).eval()  # see check_modes
     temperature = 1.0 if split is None else split.temperature
-    with _refusing_errors(model, packed=packed, split=split):
+    with _refusing_errors(model, packed=packed, split=split, rows=rows if pictures else None):
         scores = layout.scatter(_logprobs(model, layout, split))
         if split is not None:
             cast(Any, split).unshard()  # parameters outside of the layers, for the model's own forward
     tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.2
-    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        alone = torch.tensor(prompt + response, device=model.device)
-        with _refusing_errors(model, packed=False):
-            logits = model(input_ids=alone[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+    for row in range(len(rows)):
+        one = rows.select(torch.tensor([row]))
+        prompt, length = int(one.prompt_lengths), int(one.response_lengths)
+        alone = join_tokens(one, one.prompt_ids, one.response_ids).to(model.device)
+        with _refusing_errors(model, packed=False, rows=rows if pictures else None):
+            own = {name: value.to(model.device) for name, value in own_arguments(model.base_model, one).items()}
+            logits = model(input_ids=alone[None], use_cache=False, **own).logits[0, prompt - 1 : -1]
         if logits.shape[-1] != len(head_of(model).weight):
             raise ValueError(
                 f"expected {type(model).__name__} to score the {len(head_of(model).weight)} tokens of its vocabulary "
                 f"head, got {logits.shape[-1]} without its padding: train another model"
             )
-        expected = (logits.float() / temperature).log_softmax(-1).gather(1, alone[len(prompt) :, None])[:, 0]
+        expected = (logits.float() / temperature).log_softmax(-1).gather(1, alone[prompt:, None])[:, 0]
         if bool(expected.isnan().any()):
             raise ValueError(
                 f"expected {type(model).__name__} to give numbers as log-probabilities, got NaN: look for NaN and "
                 "infinity in its weights"
             )
-        worst = float((scores[row, : len(response)].float() - expected).abs().max())
+        worst = float((scores[row, :length].float() - expected).abs().max())
         if not worst < tolerance:
             if packed:
-                check_scoring(model, packed=False, split=split)  # refuses the model if padding does not help
+                check_scoring(
+                    model, packed=False, split=split, rows=rows if pictures else None
+                )  # refuses the model if padding does not help
             advice = PADDED if packed else "its head is not a plain linear layer, or its attention is not causal"
             raise ValueError(
                 f"expected {type(model).__name__} to give the same log-probabilities "
-                f"{'packed' if packed else 'padded'} as alone, but they differ by {worst:.2g}: {advice}"
+                f"{'packed' if packed else 'padded'} as alone{' with pictures' * pictures}, but they differ by "
+                f"{worst:.2g}: {advice}"
             )
-    if packed and _reads_neighbors(model, split):
+    if packed and not pictures and _reads_neighbors(model, split):
         raise ValueError(f"packed sequences would read each other in {type(model).__name__}: {PADDED}")
     if split is not None:
         cast(Any, split).reshard()
     (split or model).train(training)
+
+
+def picture_rows(model: PreTrainedModel, processor: PictureProcessor) -> Rollout:
+    """Return rows with prompts of one picture, shared by two, of two pictures, and of none, and random responses."""
+    draw, special = torch.Generator().manual_seed(0), placeholders_of(model.config)
+    red, wide = (torch.randint(256, (56, width, 3), generator=draw, dtype=torch.uint8) for width in (56, 84))
+    prompts = [processor.prompt(pictures) for pictures in ([red], [red], [wide, red], [])]
+    tokens = torch.tensor([token for token in range(len(head_of(model).weight)) if token not in special])
+    responses = tokens[torch.randint(len(tokens), (len(prompts), 5), generator=draw)].tolist()
+    sampling = SamplingParams(eos_token_ids=())
+    opened = (
+        Trajectory(prompt=prompt, request=Request.of(prompt, sample_id=number, seed=0, sampling=sampling))
+        for number, prompt in enumerate(prompts)
+    )
+    answers = (
+        Completion(token_ids=tuple(ids), logprobs=None, finish=FinishReason.STOP, version=0) for ids in responses
+    )
+    return Rollout.of([each.extend(PROMPT, (), answer) for each, answer in zip(opened, answers, strict=True)])
 
 
 def random_rows(model: PreTrainedModel) -> tuple[list[list[int]], list[list[int]]]:
@@ -517,7 +578,7 @@ def _logprobs(model: PreTrainedModel, layout: Layout, split: PolicyModel | None)
     """Return the log-probabilities [A] of a layout's valid tokens."""
     if split is not None:
         return split(layout).logprobs[layout.rows, layout.columns]
-    return _score(model, _hidden_states(backbone_of(model), layout), layout, 1.0)[0]
+    return _score(model, _hidden_states(backbone_of(model), layout, whole=model), layout, 1.0)[0]
 
 
 def _reads_neighbors(model: PreTrainedModel, split: PolicyModel | None) -> bool:
@@ -587,7 +648,9 @@ def check_modes(model: PreTrainedModel, *, packed: bool, split: PolicyModel | No
 
 
 @contextmanager
-def _refusing_errors(model: PreTrainedModel, *, packed: bool, split: PolicyModel | None = None) -> Iterator[None]:
+def _refusing_errors(
+    model: PreTrainedModel, *, packed: bool, split: PolicyModel | None = None, rows: Rollout | None = None
+) -> Iterator[None]:
     """Turn an error of the model's code into a ValueError."""
     try:
         yield
@@ -595,10 +658,11 @@ def _refusing_errors(model: PreTrainedModel, *, packed: bool, split: PolicyModel
         raise
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if packed:
-            check_scoring(model, packed=False, split=split)  # refuses the model if padding does not help
-        cure = PADDED if packed else "train another model, as this one needs more than text"
+            check_scoring(model, packed=False, split=split, rows=rows)  # refuses the model if padding does not help
+        what = "text alone" if rows is None else "text and pictures"
+        cure = PADDED if packed else f"train another model, as this one needs more than {what.split(' alone')[0]}"
         raise ValueError(
-            f"expected {type(model).__name__} to read {'packed' if packed else 'padded'} tokens of text alone, got "
+            f"expected {type(model).__name__} to read {'packed' if packed else 'padded'} tokens of {what}, got "
             f"{type(error).__name__}: {error}: {cure}"
         ) from error
 

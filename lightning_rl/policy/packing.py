@@ -24,10 +24,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lightning_rl.fields import spans
+from lightning_rl.fields import first_with_items, spans
 from lightning_rl.policy.attention import AUTO, PackedSequences, Shared, attend
 from lightning_rl.policy.batch_invariance import INVARIANT_ATTENTION
-from lightning_rl.rollout import EXPERT_LOAD, Rollout, context_starts
+from lightning_rl.policy.media import MediaInputs, media_inputs
+from lightning_rl.rollout import EXPERT_LOAD, Rollout, context_starts, join_tokens
 from lightning_rl.utils.device import to_device
 
 PACKED_ATTENTION = "lightning_rl_packed"
@@ -61,6 +62,7 @@ class Layout:
     top_ids: Int[Tensor, "A K"] | None = field(default=None, metadata=_GATHERED)  # likeliest tokens of the engine
     top_logprobs: Float[Tensor, "A K"] | None = field(default=None, metadata=_GATHERED)
     expert_load: Float[Tensor, "b E"] | None = None  # in the optimizer step of each row
+    media: MediaInputs | None = None  # None without pictures
 
     @property
     def longest(self) -> int:
@@ -74,7 +76,7 @@ class Layout:
             name: to_device(value, device) for name, value in values.items() if isinstance(value, Tensor)
         }
         shared = self.shared and Shared(*(to_device(index, device) for index in self.shared))
-        return replace(self, **moved, shared=shared)
+        return replace(self, **moved, shared=shared, media=self.media and self.media.to(device))
 
     def scatter(self, flat: Tensor) -> Tensor:
         """Scatter one value per valid token [A] into [b, T], with 0 elsewhere; differentiable."""
@@ -98,7 +100,7 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
             f"expected valid_tokens to be positions of responses, got position {column[first]} of row {row[first]}, "
             f"whose response has {rows.response_lengths[row[first]]} tokens: derive it from action_mask"
         )
-    tokens, drawn = _join_rows(rows, row, column)
+    tokens, drawn = join_tokens(rows, rows.prompt_ids, rows.response_ids), _places(rows, row, column)
     is_input = torch.ones_like(tokens, dtype=torch.bool)
     is_input[sequences.lengths.cumsum(0) - 1] = sequences.lengths == 1  # the only token of a sequence is an input
     inputs, source = tokens.masked_select(is_input), (is_input.cumsum(0) - 1).index_select(0, drawn - 1)
@@ -106,12 +108,15 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
     line = torch.arange(len(lengths), device=inputs.device).repeat_interleave(lengths, output_size=len(inputs))
     starts, shared, queries = lengths.cumsum(0) - lengths, None, lengths
     position = torch.arange(len(inputs), device=inputs.device) - starts.index_select(0, line)
+    size = len(lengths), int(lengths.max())
+    place, borrows = position + line * size[1], torch.zeros_like(lengths, dtype=torch.bool)
+    own = torch.ones_like(inputs, dtype=torch.bool)
     if packed and bool(sequences.common.any()):
         own = position >= sequences.common.index_select(0, line)
         number = own.cumsum(0) - 1  # input index of each token
         lent = starts[sequences.lender].index_select(0, line) + position
         number = torch.where(own, number, number.index_select(0, torch.where(own, 0, lent)))
-        queries = lengths - sequences.common
+        borrows, queries = sequences.common > 0, lengths - sequences.common
         order = (queries * (len(inputs) + 1) + lengths).argsort(descending=True, stable=True)  # equal lengths together
         order = order[: int(queries.count_nonzero())]  # the only token of a response is no query
         keys = spans(starts[order], lengths[order])
@@ -123,11 +128,9 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
     sizes = tuple(zip(queries.tolist(), lengths.tolist(), strict=True))
     packed = shared is not None or (packed and len(set(sizes)) > 1)  # equal lengths need no packing
     if not packed:
-        shape = len(sizes), max(keys for _, keys in sizes)
-        place = position + line * shape[1]
-        padded = inputs.new_zeros(shape[0] * shape[1]).index_copy(0, place, inputs)  # put_ is not deterministic
-        inputs, source = padded.view(shape), place.index_select(0, source)
-        position = torch.arange(shape[1], device=inputs.device).expand(shape)
+        padded = inputs.new_zeros(size[0] * size[1]).index_copy(0, place, inputs)  # put_ is not deterministic
+        inputs, source = padded.view(size), place.index_select(0, source)
+        position = torch.arange(size[1], device=inputs.device).expand(size)
     return Layout(
         input_ids=inputs[None] if packed else inputs,
         position_ids=position[None] if packed else position,
@@ -141,6 +144,7 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
         shape=(len(rows), rows.width),
         shared=shared,
         expert_load=rows.extras.get(EXPERT_LOAD),
+        media=media_inputs(rows, is_input, place, size, own=own if packed else None, borrowing=sequences.row[borrows]),
         **{name: rows.token_extras[name][row, column] for name in GATHERED if name in rows.token_extras},
     )
 
@@ -151,15 +155,10 @@ def _inverse(permutation: Int[Tensor, " N"]) -> Int[Tensor, " N"]:
     return torch.empty_like(permutation).scatter_(0, permutation, places)
 
 
-def _join_rows(
-    rows: Rollout, row: Int[Tensor, " A"], column: Int[Tensor, " A"]
-) -> tuple[Int[Tensor, " N"], Int[Tensor, " A"]]:
-    """Return all tokens of prompts and responses in one vector, and the positions of some response tokens in it."""
-    sides = (rows.prompt_ids, rows.prompt_lengths), (rows.response_ids, rows.response_lengths)
-    inside = [torch.arange(ids.shape[1], device=ids.device) < lengths[:, None] for ids, lengths in sides]
-    tokens = torch.cat([rows.prompt_ids, rows.response_ids], 1).masked_select(torch.cat(inside, 1))
+def _places(rows: Rollout, row: Int[Tensor, " A"], column: Int[Tensor, " A"]) -> Int[Tensor, " A"]:
+    """Return the positions of some response tokens in the vector of all tokens."""
     first = (rows.prompt_lengths + rows.response_lengths).cumsum(0) - rows.response_lengths  # start of each response
-    return tokens, first.index_select(0, row) + column
+    return first.index_select(0, row) + column
 
 
 def first_with_prompt(rows: Rollout) -> Int[Tensor, " b"]:
@@ -167,6 +166,9 @@ def first_with_prompt(rows: Rollout) -> Int[Tensor, " b"]:
     first = (rows.groups[:, None] == rows.groups).to(torch.uint8).argmax(1)
     outside = torch.arange(rows.prompt_ids.shape[1], device=first.device) >= rows.prompt_lengths[:, None]
     alike = rows.prompt_lengths == rows.prompt_lengths[first]
+    for value in rows.prompt_items.values():
+        with_items = first_with_items(value.begins, value.counts).to(first.device)
+        alike &= with_items == with_items[first]
     for tensor in (rows.prompt_ids, *rows.prompt_extras.values()):
         same = tensor == tensor.index_select(0, first)
         alike &= (same.flatten(2).all(-1) if same.dim() > 2 else same).logical_or_(outside).all(-1)

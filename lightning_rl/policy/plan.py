@@ -32,10 +32,10 @@ class Microbatch:
         return Microbatch(to_device(self.index, device), self.layout.to(device))
 
     def rows_of(self, rollout: Rollout) -> Rollout:
-        """Return the microbatch's rows with every field, cut to its longest response."""
+        """Return the microbatch's rows with every field but arguments of the model, cut to its longest response."""
         if not len(self.index):
             return rollout.padding_rows(1).fit_width(self.layout.shape[1])
-        return rollout.select(self.index, width=self.layout.shape[1])
+        return rollout.without_arguments().select(self.index, width=self.layout.shape[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from lightning_rl.policy.liger import apply_liger
 from lightning_rl.policy.lora import ModelWithoutAdapter, adapters_of, base_model_of, frozen_copy, is_base_model
 from lightning_rl.policy.model import FrozenModel, PolicyModel
 from lightning_rl.policy.model_options import ModelOptions
+from lightning_rl.policy.processor import PictureProcessor
 from lightning_rl.policy.tensor_hash import hash_weights
 
 
@@ -29,6 +30,7 @@ class RunModels:
         sources: Sources of ``"policy"``, ``"critic"`` and ``"reference"``.
         temperature: Temperature of the policy.
         options: Memory, kernels and compilation.
+        processor: Processor of the policy's pictures, with which models keep their towers; None for text.
 
     Attributes:
         reference: Frozen reference policy; None if none was needed so far.
@@ -40,6 +42,7 @@ class RunModels:
     sources: Mapping[str, Any]
     temperature: float
     options: ModelOptions
+    processor: PictureProcessor | None = None
     reference: FrozenModel | None = None
     replica: PreTrainedModel | None = None
     without_trainer: bool = False
@@ -105,6 +108,7 @@ class RunModels:
             batch_invariant=self.options.bitwise,
             checkpointing=self._layer_mode(self.options.checkpointing),
             split=split,
+            processor=self.processor,
         )
 
     def checkpoint_activations(self, policy: PolicyModel, mode: Checkpointing) -> None:
@@ -129,7 +133,9 @@ class RunModels:
             model, files = policy.model, None
         else:
             source = self.sources["policy"] if given is None else given
-            model, files = model_and_files(source, "reference", split=parallel.splits_first)
+            model, files = model_and_files(
+                source, "reference", split=parallel.splits_first, whole=self.processor is not None
+            )
         if given is None and files is None:  # the policy before its first step
             inner = base_model_of(model)
             if adapters_of(inner) and is_base_model(inner):
@@ -145,6 +151,7 @@ class RunModels:
             attention=self.options.attention,
             batch_invariant=self.options.bitwise,
             files=files,
+            processor=self.processor,
         )
 
     def build_replica(self, parallel: Parallel, policy: PolicyModel) -> PreTrainedModel:

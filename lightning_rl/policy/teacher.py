@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -38,9 +39,10 @@ class Teacher:
         precise: Callable[[], AbstractContextManager[object]] = nullcontext,
         policy: PolicyModel | None = None,
     ) -> None:
-        model, _ = model_and_files(source, "teacher")
-        known = None if policy is None else policy.model
-        self.scorer = build_scorer(model, "teacher", known, temperature=temperature, packed=packed)
+        known, processor = (None, None) if policy is None else (policy.model, policy.processor)
+        model, _ = model_and_files(source, "teacher", whole=processor is not None)
+        options: dict[str, Any] = {"temperature": temperature, "packed": packed, "processor": processor}
+        self.scorer = build_scorer(model, "teacher", known, **options)
         self.max_tokens_per_microbatch = max_tokens_per_microbatch
         self.packed = packed
         self.precise = precise

@@ -67,7 +67,7 @@ class WeightFiles:
         load(cast(Any, parts), storage_reader=HuggingFaceStorageReader(str(self.folder)), no_dist=True)
 
 
-def model_without_numbers(source: object) -> tuple[PreTrainedModel, WeightFiles] | None:
+def model_without_numbers(source: object, *, whole: bool = False) -> tuple[PreTrainedModel, WeightFiles] | None:
     """Return the text model of a folder on the meta device, with its buffers on the CPU, and its weight files.
 
     Returns:
@@ -97,7 +97,7 @@ def model_without_numbers(source: object) -> tuple[PreTrainedModel, WeightFiles]
         return None
     if getattr(config, "quantization_config", None) is not None:
         return None
-    model = text_model_of(saved)
+    model = saved if whole else text_model_of(saved)
     keys = _keys_of(saved, model, stored)
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if keys is None or len(dtypes) != 1 or not _fill_buffers(model):

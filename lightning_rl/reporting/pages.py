@@ -184,7 +184,10 @@ def _texts(recording: Recording) -> dict[str, str]:
 def _key(rollout: Rollout, row: int) -> str:
     """Return a key that is equal for equal prompts in any rollout."""
     ids = rollout.prompt_ids[row, : rollout.prompt_lengths[row]].tolist()
-    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(json.dumps(ids).encode())
+    for items in rollout.prompt_items.values():  # prompts of the same ids differ by their pictures
+        digest.update(items.of_row(row).numpy().tobytes())
+    return digest.hexdigest()[:12]
 
 
 def _plain(values: Tensor) -> Tensor:

@@ -239,8 +239,8 @@ class Collector:
         return [
             Trajectory(
                 prompt=prompt,
-                request=Request(
-                    prefix_ids=prompt.token_ids,
+                request=Request.of(
+                    prompt,
                     sample_id=(each := sample_id(prompt.index, place, size, first=first)),
                     seed=request_seed(self.seed, number, each),
                     sampling=parameters,

@@ -5,20 +5,31 @@ from itertools import chain
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.samples import Trajectory
+from lightning_rl.samples import Media, Trajectory
 from lightning_rl.utils.terminal import visible
 
 MAX_CHARACTERS = 600
 
 
 def first_sample(samples: Sequence[Trajectory], tokenizer: PreTrainedTokenizerBase | None) -> Iterator[tuple[str, str]]:
-    """Yield ``prompt`` and ``response`` of the first sample with control tokens; nothing without a tokenizer."""
+    """Yield ``prompt``, ``pictures`` and ``response`` of the first sample; nothing without a tokenizer."""
     if tokenizer is None or not samples:
         return
+    request = samples[0].request
     response = chain.from_iterable(segment.token_ids for segment in samples[0].segments)
-    for name, ids in (("prompt", list(samples[0].request.prefix_ids)), ("response", list(response))):
+    for name, ids in (("prompt", list(request.prefix_ids)), ("response", list(response))):
         text = visible(str(tokenizer.decode(ids, skip_special_tokens=False)))
         yield name, f"{len(ids)} tokens: {shorten(text)!r}"
+        if name == "prompt" and request.media is not None:
+            yield "pictures", _pictures(request.media, len(ids))
+
+
+def _pictures(media: Media, tokens: int) -> str:
+    """Return the sizes of pictures in pixels, the number of their placeholders, and their arguments of the model."""
+    sizes = ", ".join(f"{picture.shape[1]} x {picture.shape[0]}" for picture in media.pictures)
+    added = tokens - len(media.engine_ids) + len(media.pictures)
+    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in media.items.items())
+    return f"{added} tokens: {sizes} pixels as {shapes}"
 
 
 def shorten(text: str, limit: int = MAX_CHARACTERS) -> str:

@@ -18,6 +18,7 @@ from lightning_rl.options import Options
 from lightning_rl.policy.build import max_prompt_length
 from lightning_rl.rewards import Rewards
 from lightning_rl.run.run import Run
+from lightning_rl.utils.chat_rendering import apply_template
 from lightning_rl.utils.finding import Finding
 
 ANSWER = "quux"  # a text that no template writes
@@ -133,7 +134,7 @@ def text_after_answer(
         return None
     history: Any = [{"role": "user", "content": "one"}, {"role": "assistant", "content": ANSWER}, *messages]
     try:
-        text = str(tokenizer.apply_chat_template(history, tokenize=False, **options))
+        text = str(apply_template(tokenizer, history, tokenize=False, **options))
     except Exception:  # noqa: BLE001  a template may raise anything
         return None
     _, answer, after = text.rpartition(ANSWER)

@@ -32,6 +32,7 @@ from lightning_rl.metrics import MetricLog, PhaseTimes
 from lightning_rl.monitors import check_monitors, logs_itself
 from lightning_rl.options import Options
 from lightning_rl.policy import PolicyModel
+from lightning_rl.policy.processor import processor_of
 from lightning_rl.policy.run_models import RunModels
 from lightning_rl.processes.timeouts import CLOCK
 from lightning_rl.rollouts.ahead import Ahead
@@ -110,7 +111,12 @@ class Run:
         evaluations, has_environments = evaluations_of(options.evaluation), conversations is not None
         return cls(
             options=options,
-            models=RunModels(sources=sources, temperature=options.sampling.temperature, options=options.model),
+            models=RunModels(
+                sources=sources,
+                temperature=options.sampling.temperature,
+                options=options.model,
+                processor=processor_of(options.tokenizer),
+            ),
             algorithm=algorithm if critic is None else algorithm.replace(value_loss=critic.loss),
             evaluator=Evaluator(evaluations, seed=options.seed, has_environments=has_environments),
             parallel=parallel_of(SingleDeviceStrategy(device=device)),

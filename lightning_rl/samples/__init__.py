@@ -2,6 +2,7 @@
 
 from lightning_rl.samples.completion import Completion, FinishReason, Request
 from lightning_rl.samples.failure import Failure
+from lightning_rl.samples.media import Media
 from lightning_rl.samples.prompt import Message, Prompt
 from lightning_rl.samples.reward_call import RewardCall, Rows
 from lightning_rl.samples.sampling_params import SamplingParams
@@ -12,6 +13,7 @@ __all__ = [
     "Completion",
     "Failure",
     "FinishReason",
+    "Media",
     "Message",
     "Prompt",
     "Request",

@@ -9,6 +9,8 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_rl.samples.media import Media
+from lightning_rl.samples.prompt import Prompt
 from lightning_rl.samples.sampling_params import SamplingParams
 
 
@@ -41,6 +43,7 @@ class Request:
         turn: Number of the turn in a conversation.
         rollout: Number of the rollout; where requests queue, those of the lowest rollout come first.
         attempt: Number of the try, 1 for the second try of an environment that failed.
+        media: Pictures of the prefix; None without.
 
     Raises:
         ValueError: If there is no prompt, or ``eos_token_ids`` is None.
@@ -53,6 +56,13 @@ class Request:
     turn: int = 0
     rollout: int = 0
     attempt: int = 0
+    media: Media | None = None
+
+    @classmethod
+    def of(cls, prompt: Prompt, *, sample_id: int, seed: int, sampling: SamplingParams, rollout: int = 0) -> "Request":
+        """Return the first request of a sample, which continues a prompt with its pictures."""
+        parts: dict[str, Any] = {"prefix_ids": prompt.token_ids, "media": prompt.media}
+        return cls(**parts, sample_id=sample_id, seed=seed, sampling=sampling, rollout=rollout)
 
     def __post_init__(self) -> None:
         """Check that there are a prompt and EOS ids."""
@@ -65,6 +75,11 @@ class Request:
     def key(self) -> tuple[int, int, int, int]:
         """Rollout, sample, turn and attempt, by which requests that are not answered yet differ."""
         return self.rollout, self.sample_id, self.turn, self.attempt
+
+    @property
+    def prompt_key(self) -> tuple[tuple[int, ...], int]:
+        """Prefix and hash of its pictures, by which prompts differ."""
+        return self.prefix_ids, 0 if self.media is None else self.media.key
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

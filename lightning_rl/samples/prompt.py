@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_rl.samples.media import Media
+
 Message = Mapping[str, Any]
 """Chat message as in templates: ``role``, ``content``, optional ``tool_calls``, ``name``."""
 
@@ -22,6 +24,7 @@ class Prompt:
         columns: All other values of the row, as in the source, for rewards.
         variables: Variables of the chat template in the row, with its tools.
         data_columns: Names of the columns of all rows, once they are known; rewards get None where this row has none.
+        media: Pictures of the prompt; None without.
     """
 
     index: int
@@ -30,3 +33,4 @@ class Prompt:
     columns: Mapping[str, Any]
     variables: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     data_columns: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    media: Media | None = field(default=None, repr=False, compare=False)

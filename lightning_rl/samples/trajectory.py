@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_rl.samples.completion import Completion, FinishReason, Request
 from lightning_rl.samples.failure import Failure
+from lightning_rl.samples.media import Media, join_media
 from lightning_rl.samples.prompt import REWRITTEN, Message, Prompt
 
 PROMPT = -1
@@ -30,6 +31,7 @@ class Segment:
         finish: Reason for the end of sampled tokens.
         reward: Reward of the turn that the segment ends, or None.
         extras: Further data of each token by name, [L, ...].
+        media: Pictures among tokens that were read; None without.
     """
 
     token_ids: tuple[int, ...]
@@ -40,6 +42,7 @@ class Segment:
     finish: FinishReason | None = None
     reward: float | None = None
     extras: Mapping[str, Shaped[Tensor, "L ..."]] = field(default_factory=dict)
+    media: Media | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +91,9 @@ class Trajectory:
     baseline: bool = False
     prompt_extras: Mapping[str, Shaped[Tensor, "P ..."]] = field(default_factory=dict)
 
-    def extend(self, parent: int | None, read: Sequence[int], completion: Completion) -> "Trajectory":
+    def extend(
+        self, parent: int | None, read: Sequence[int], completion: Completion, media: Media | None = None
+    ) -> "Trajectory":
         """Return the trajectory with tokens that were read after segment ``parent``, and the completion of them.
 
         The completion's values of prompt tokens belong to the segments of its prefix: those of ``read`` to its segment,
@@ -98,6 +103,7 @@ class Trajectory:
             parent: Index of the last segment, :data:`PROMPT`, or None if ``read`` is a new context.
             read: Token ids of the environment; may be empty.
             completion: Completion of the prefix that ends with ``read``.
+            media: Pictures among ``read``; None without.
         """
         segments, values = list(self.segments), completion.prompt_extras
         if values and parent is not None and parent != PROMPT and segments[parent].token_ids:
@@ -107,7 +113,7 @@ class Trajectory:
             segments[parent] = replace(last, extras={**last.extras, **extras})
         if read:
             later = {name: value[len(value) - len(read) :] for name, value in values.items()}
-            segments.append(Segment(token_ids=tuple(read), parent=parent, extras=later))
+            segments.append(Segment(token_ids=tuple(read), parent=parent, extras=later, media=media))
             parent = len(segments) - 1
         answer = Segment(
             token_ids=completion.token_ids,
@@ -124,6 +130,26 @@ class Trajectory:
             finish=completion.finish,
             prompt_extras=self.prompt_extras if self.segments else values,
         )
+
+    def media_of(self, parent: int | None, read: Sequence[int], media: Media | None) -> Media | None:
+        """Return the pictures of the prefix that ends with tokens that were read after segment ``parent``.
+
+        Args:
+            parent: As in :meth:`extend`.
+            read: Token ids of the environment.
+            media: Pictures among ``read``; None without.
+        """
+        path = list[Media | tuple[tuple[int, ...], bool]]([media or (tuple(read), False)])
+        while parent is not None and parent != PROMPT:
+            segment = self.segments[parent]
+            path.append(segment.media or (segment.token_ids, segment.sampled))
+            parent = segment.parent
+        if parent == PROMPT:
+            path.append(self.request.media or (self.request.prefix_ids, False))
+        if not any(isinstance(part, Media) for part in path):
+            return None
+        parts = (part if isinstance(part, Media) else Media.of_text(part[0], drawn=part[1]) for part in reversed(path))
+        return join_media(parts)
 
     @property
     def sampled_length(self) -> int:

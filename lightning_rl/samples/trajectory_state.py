@@ -11,12 +11,16 @@ from torch import Tensor
 
 from lightning_rl.samples.completion import FinishReason, Request
 from lightning_rl.samples.failure import Failure
+from lightning_rl.samples.media import Media
 from lightning_rl.samples.prompt import Prompt
 from lightning_rl.samples.sampling_params import SamplingParams
 from lightning_rl.samples.trajectory import Segment, Trajectory
 
 PLACE = "__tensor__"
 """Key of the entry that stands for the next values of a flat tensor, with their number."""
+
+OF_PROMPT = "prompt"
+"""Media of a request that are those of its row, which is read again."""
 
 
 def state_of_trajectories(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
@@ -62,13 +66,14 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
             **_values(segment),
             "token_ids": torch.tensor(segment.token_ids, dtype=torch.int64),
             "versions": torch.tensor(segment.versions, dtype=torch.int64),
+            "media": None if segment.media is None else segment.media.state(),
         }
         for segment in trajectory.segments
     ]
     return {
         **_values(trajectory),
         "prompt": trajectory.prompt.index,
-        "request": {**_values(request), **ids},
+        "request": {**_values(request), **ids, "media": _media_of(trajectory)},
         "segments": segments,
         "messages": json.dumps([dict(message) for message in trajectory.messages], default=str),
         "metrics": {name: float(value) for name, value in trajectory.metrics.items()},
@@ -76,10 +81,19 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
+def _media_of(trajectory: Trajectory) -> dict[str, Any] | str | None:
+    """Return plain values and tensors of the pictures of the first prefix, unless they are those of the row."""
+    media = trajectory.request.media
+    if media is None or media is trajectory.prompt.media:
+        return None if media is None else OF_PROMPT
+    return media.state()
+
+
 def _trajectory(record: dict[str, Any], prompt: Prompt) -> Trajectory:
     """Invert :func:`_record`."""
     known: dict[str, Any] = record["request"]
     known |= {"prefix_ids": tuple(known["prefix_ids"].tolist()), "sampling": SamplingParams(**known["sampling"])}
+    known["media"] = prompt.media if (media := known.get("media")) == OF_PROMPT else media and Media.of_state(media)
     failure: Any = record["failure"]
     restored: dict[str, Any] = {
         "prompt": prompt,
@@ -95,5 +109,6 @@ def _trajectory(record: dict[str, Any], prompt: Prompt) -> Trajectory:
 def _segment(record: dict[str, Any]) -> Segment:
     finish, ids, versions = (record[name] for name in ("finish", "token_ids", "versions"))
     restored: dict[str, Any] = {"token_ids": tuple(ids.tolist()), "versions": tuple(versions.tolist())}
+    restored["media"] = record.get("media") and Media.of_state(record["media"])
     restored["finish"] = None if finish is None else FinishReason(finish)
     return Segment(**{**record, **restored})

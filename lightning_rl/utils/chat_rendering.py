@@ -6,6 +6,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+MARK = "mark-of-a-text-51c2"
+_TAKES_PARTS: dict[str, bool] = {}  # by the chat template
+
 
 def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
     """Return what the chat template of a tokenizer writes, as ``apply_chat_template`` does.
@@ -19,10 +22,34 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mappin
         messages: Messages of the chat.
         options: Arguments of ``apply_chat_template``.
     """
+    if takes_parts(tokenizer):
+        messages = [_with_parts(message) for message in messages]
     parsed = [_with_mappings(message) for message in messages]
     if parsed != list(messages) and _takes_mappings(tokenizer, parsed, options):
         messages = parsed
     return tokenizer.apply_chat_template(list(messages), **options)  # pyrefly: ignore[bad-argument-type]
+
+
+def takes_parts(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True if the chat template writes the text of a message only as a part, as of some models with towers."""
+    template = str(tokenizer.chat_template)
+    if template not in _TAKES_PARTS:
+        contents = MARK, [{"type": "text", "text": MARK}]
+        written = [_writes_mark(tokenizer, {"role": "user", "content": content}) for content in contents]
+        _TAKES_PARTS[template] = written == [False, True]
+    return _TAKES_PARTS[template]
+
+
+def _writes_mark(tokenizer: PreTrainedTokenizerBase, message: Mapping[str, Any]) -> bool:
+    try:
+        return MARK in str(tokenizer.apply_chat_template([dict(message)], tokenize=False))
+    except Exception:  # noqa: BLE001  a template may raise anything
+        return False
+
+
+def _with_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _takes_mappings(

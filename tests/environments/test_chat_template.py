@@ -478,7 +478,7 @@ def test_arguments_of_calls_as_json_text_are_rendered_like_mappings(name: str) -
         return [dict(ASK), {"role": "assistant", "content": "", "tool_calls": [call]}, reply, dict(ASK)]
 
     def text(arguments: Any) -> tuple[str, str]:
-        ids = bridge.encode(chat(arguments)), *encoder.encode([Reading(chat(arguments), {}, "row 0", {})])
+        ids = bridge.encode(chat(arguments)), encoder.prompts([Reading(chat(arguments), {}, "row 0", {})])[0].token_ids
         first, second = (str(tokenizer.decode(list(each))) for each in ids)
         return first, second
 

@@ -160,13 +160,13 @@ def encoded_again(original: Any, self: Any, completion: Completion) -> None:
     )
 
 
-def rendered_prefix(original: Any, self: Any, prefix: tuple[int, ...]) -> None:
+def rendered_prefix(original: Any, self: Any, prefix: tuple[int, ...], media: Any) -> None:
     bridge, close = self._partner._bridge, self._wanted.request.eos_token_ids  # noqa: SLF001
-    original(self, prefix_with(self, lambda ids, _: retokenised(bridge.tokenizer, ids, close)) or prefix)
+    original(self, prefix_with(self, lambda ids, _: retokenised(bridge.tokenizer, ids, close)) or prefix, media)
 
 
-def prefix_without_ends(original: Any, self: Conversation, prefix: tuple[int, ...]) -> None:
-    original(self, prefix_with(self, lambda ids, _: ids[:-1]) or prefix)
+def prefix_without_ends(original: Any, self: Conversation, prefix: tuple[int, ...], media: Any) -> None:
+    original(self, prefix_with(self, lambda ids, _: ids[:-1]) or prefix, media)
 
 
 def prefix_with(self: Conversation, change: Callable[[tuple[int, ...], bool], tuple[int, ...]]) -> tuple[int, ...]:

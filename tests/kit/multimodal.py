@@ -1,7 +1,9 @@
 """Tiny checkpoints of models that read pictures or sound as well, with random weights."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -229,21 +231,35 @@ PARTS: dict[str, dict[str, Any]] = {  # towers that a default configuration leav
 }
 
 
-def tiny_multimodal(family: str, seed: int = 0) -> PreTrainedModel:
-    """A model of a family with towers, by the class that writes its checkpoints; float32, far from uniform."""
+def tiny_multimodal(
+    family: str,
+    seed: int = 0,
+    *,
+    tokens: Mapping[str, int] = MappingProxyType({}),
+    text: Mapping[str, Any] = MappingProxyType({}),
+    tower: Mapping[str, Any] = MappingProxyType({}),
+    top: Mapping[str, Any] = MappingProxyType({}),
+) -> PreTrainedModel:
+    """A model of a family with towers, by the class that writes its checkpoints; float32, far from uniform.
+
+    ``tokens`` are ids of placeholders by the beginning of their names, the others options of parts and of the whole.
+    """
     kind: Any = CONFIG_MAPPING[family]
     default = kind(**PARTS.get(family, {}))
     parts = {name: getattr(default, name) for name in kind.sub_configs if getattr(default, name, None) is not None}
-    text, top = default.get_text_config(), {}
+    inner, outer = default.get_text_config(), dict[str, Any]()
     for name, value in vars(default).items():
         if name in TOP_SIZES and isinstance(value, int):
-            top[name] = TOP_SIZES[name]
-        if isinstance(value, int) and re.search(r"_token_(id|index)$", name):
-            top[name] = VOCABULARY - 1
-    made = {name: _shrink(part, family, text=part is text) for name, part in parts.items()}
+            outer[name] = TOP_SIZES[name]
+        if isinstance(value, int) and (kind_of := re.fullmatch(r"(\w+)_token_(id|index)", name)):
+            outer[name] = tokens.get(kind_of[1], text.get("vocab_size", VOCABULARY) - 1)
+    made = {
+        name: _shrink(part, family, text=part is inner) | dict(text if part is inner else tower)
+        for name, part in parts.items()
+    }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return AutoModelForMultimodalLM.from_config(kind(**{**top, **made, **TOP.get(family, {})})).eval()
+        return AutoModelForMultimodalLM.from_config(kind(**{**outer, **made, **TOP.get(family, {}), **top})).eval()
 
 
 def _shrink(config: PreTrainedConfig, family: str, *, text: bool) -> dict[str, Any]:

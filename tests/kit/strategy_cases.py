@@ -19,8 +19,9 @@ from typing_extensions import override
 
 from kit.conversations import CONVERSATIONS, TURN_ENDS, Forgetful
 from kit.ranks import STRATEGIES
-from kit.support import FAMILIES, fit, tiny_model, tiny_module, tiny_policy, tiny_prompts
-from lightning_rl import FakeEngine, RLCallback, Rollout, SamplingParams
+from kit.support import FAMILIES, cast_exactly, fit, tiny_model, tiny_module, tiny_policy, tiny_prompts
+from kit.vision import PROCESSORS, picture_rows, vision_model
+from lightning_rl import FakeEngine, PromptDataModule, RLCallback, Rollout, SamplingParams
 from lightning_rl.callbacks import (
     OPSM,
     NoEOSMask,
@@ -129,19 +130,24 @@ def run(case: str, dtype: torch.dtype, **trainer: Any) -> Result:
         mask = NoEOSMask("drop_tokens")
     if case in FAMILIES:
         options |= {"policy": partial(tiny_model, case, dtype=dtype)}
+    data = tiny_prompts(16, 8)
+    if case == "pictures":
+        policy = lambda: cast_exactly(vision_model("qwen2_5_vl"), dtype)  # noqa: E731
+        options |= {"policy": policy, "tokenizer": PROCESSORS["qwen2_5_vl"](), "max_tokens_per_microbatch": 60}
+        data = PromptDataModule(picture_rows(16), 8)
     if case == "replayed":
         options |= {"policy": partial(tiny_model, "qwen3_moe", dtype=dtype), "top_p": 0.9}
         corrections += [RouterReplay(), RouterAuxLoss(0.1)]
     settings = {"optimizer": partial(SGD, lr=0.05), "minibatches_per_rollout": 2, "max_tokens_per_microbatch": 20}
     module = tiny_module(**{**settings, **options})
     with patch.object(rollout_kl, "DRIFTED_BEYOND", DRIFTED_BEYOND):
-        fit(module, callbacks=[mask, *corrections, watch], data=tiny_prompts(16, 8), **trainer)
+        fit(module, callbacks=[mask, *corrections, watch], data=data, **trainer)
     return {"rows": watch.rows, "weights": watch.weights, "samples": watch.samples}
 
 
 CASES: tuple[str, ...] = (
     "plain", "critic", "own critic", "lora", "uneven", "masked", "one microbatch", "checkpointing", "conversations",
-    "contexts",
+    "contexts", "pictures",
 )  # fmt: skip
 EXACT = {"ddp", "fsdp2", "tensor"}  # FSDP1 casts every model to float32, DeepSpeed has no float64
 

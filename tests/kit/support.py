@@ -8,6 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from tokenizers import Tokenizer
@@ -69,6 +70,17 @@ class ExactNorm(Qwen2RMSNorm):
     def forward(self, hidden_states: Tensor) -> Tensor:
         mean = hidden_states.square().mean(-1, keepdim=True)
         return self.weight * hidden_states * torch.rsqrt(mean + self.variance_epsilon)
+
+
+def keep_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep float64 in layers that go through float32, whose rounding would set the bar."""
+    to: Callable[..., Tensor] = Tensor.to
+
+    def to_double(self: Tensor, *given: object, **named: object) -> Tensor:
+        return to(self, *(torch.float64 if one is torch.float32 else one for one in given), **named)
+
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+    monkeypatch.setattr(Tensor, "to", to_double)
 
 
 def cast_exactly(model: ModelT, dtype: torch.dtype) -> ModelT:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.support import ragged_rollout, tiny_model
+from kit.support import keep_double, ragged_rollout, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -54,17 +54,6 @@ def rows_of_groups() -> Rollout:
     rollout = rollout.replace(prompt_ids=prompts, prompt_lengths=torch.tensor([3] * 3 + [1] * 3 + [4] * 3 + [1] * 2))
     assert pack(rollout).shared is not None
     return rollout
-
-
-def keep_double(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms go through float32, whose rounding would set the bar."""
-    to: Callable[..., Tensor] = Tensor.to
-
-    def to_double(self: Tensor, *given: object, **named: object) -> Tensor:
-        return to(self, *(torch.float64 if one is torch.float32 else one for one in given), **named)
-
-    monkeypatch.setattr(Tensor, "float", Tensor.double)
-    monkeypatch.setattr(Tensor, "to", to_double)
 
 
 def policy_of(model: PreTrainedModel, *, packed: bool) -> PolicyModel:

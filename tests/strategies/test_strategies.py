@@ -51,7 +51,7 @@ def runs(folder: Path, ranks: int, strategy: str, cases: list[str]) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_ranks_equal_one_device(strategy: str, tmp_path: Path) -> None:
     """The second case has a rank with nothing to train."""
-    runs(tmp_path, 2, strategy, ["critic", "masked"])
+    runs(tmp_path, 2, strategy, ["critic", "masked", "pictures"])
 
 
 @pytest.mark.nightly

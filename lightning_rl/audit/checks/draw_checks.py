@@ -17,6 +17,8 @@ from lightning_rl.audit.sampling_statistics import (
     turns_of,
 )
 from lightning_rl.audit.token_bets import WAGERS
+from lightning_rl.rollout import Rollout
+from lightning_rl.samples import Media
 from lightning_rl.testing.properties.check import check
 from lightning_rl.testing.properties.comparisons import MIXED_UP, Skip
 from lightning_rl.utils.finding import Finding
@@ -115,7 +117,11 @@ def prompt_source(evidence: Evidence) -> Iterator[Finding | Skip]:
     requests = f"{evidence.facts.data}stage generate, the prompts of the requests"
     sources: list[tuple[str, str, Mapping[int, tuple[int, ...]]]] = [
         ("stage generate, the prompts of its rows", "the prompt of the request in the trained row", trained),
-        (requests, "the prompt of the training data at its place of the stream", evidence.stream_prompts),
+        (
+            requests,
+            "the prompt of the training data at its place of the stream",
+            {sample: prompt.token_ids for sample, prompt in evidence.stream_prompts.items()},
+        ),
         (
             f"{requests}, or a reward that edits them",
             "the whole prompt that the rewards get",
@@ -131,6 +137,41 @@ def prompt_source(evidence: Evidence) -> Iterator[Finding | Skip]:
             observed = f"{len(wrong)} others" + (f", {shorter} of which are shorter" if shorter else "")
             yield Finding(culprit=culprit, expected=expected, observed=observed, samples=wrong[:4])
             return
+    pictures = {sample: pairs[0][0].media for sample, pairs in turns.items()}
+    stream = {} if rollout.segments is not None else evidence.stream_prompts
+    for culprit, expected, wrong in (
+        (
+            "stage generate, the pictures of its rows",
+            "the pictures of the request in the trained row",
+            _others_in_rows(rollout, pictures),
+        ),
+        (
+            requests,
+            "the pictures of the training data at its place of the stream",
+            [each for each in pictures if each in stream and _key(pictures[each]) != _key(stream[each].media)],
+        ),
+    ):
+        if wrong:
+            yield Finding(culprit=culprit, expected=expected, observed=f"others in {len(wrong)}", samples=wrong[:4])
+            return
+
+
+def _key(media: Media | None) -> int:
+    return 0 if media is None else media.key
+
+
+def _others_in_rows(rollout: Rollout, pictures: Mapping[int, Media | None]) -> list[int]:
+    """Return the samples whose rows have other arguments of the model for pictures than their requests."""
+    wrong = list[int]()
+    for row, sample in enumerate(rollout.sample_ids.tolist()):
+        asked = {} if (media := pictures.get(sample)) is None else media.items
+        kept = {name: part for name, items in rollout.prompt_items.items() if len(part := items.of_row(row))}
+        if sample in pictures and (
+            asked.keys() != kept.keys()
+            or any(part[tuple(map(slice, asked[name].shape))].ne(asked[name]).any() for name, part in kept.items())
+        ):
+            wrong.append(sample)
+    return wrong
 
 
 @check(

@@ -1,0 +1,125 @@
+"""Pictures that environments and tools return: in the tokens of their turn, in the rollout, and in every later turn."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from kit.support import fit, recorder, tiny_module
+from kit.vision import PROCESSORS, picture, vision_model
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_rl import PromptDataModule, Rollout
+from lightning_rl.environments import Action, Environment, EnvironmentReward, StepResult
+from lightning_rl.policy import PolicyModel, pack
+from lightning_rl.policy.text_model import freeze_towers
+
+IMAGE, START = 13, 14
+ASK = [{"role": "user", "content": "what color"}]
+
+
+class Camera(Environment):
+    """Shows a picture after each answer, three times, and from the second on in a rewritten context if ``forgets``."""
+
+    forgets = False
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    @override
+    def step(self, answer: Action) -> StepResult:
+        self.turn += 1
+        if self.turn == 3:
+            return StepResult(done=True, reward=float(len(answer.text) % 2))
+        shown = picture(("red", "blue")[self.turn % 2], (56 + 28 * self.turn, 56))
+        content: list[Any] = [{"type": "text", "text": "one"}, {"type": "image", "image": shown}]
+        message = {"role": "user", "content": content}
+        if self.forgets and self.turn == 2:
+            return StepResult(rewritten=[message])
+        return StepResult(messages=[message])
+
+
+class Forgetful(Camera):
+    """Rewrites the context in its second turn."""
+
+    forgets = True
+
+
+def rollout_of(environment: type[Environment], family: str = "qwen2_5_vl", **options: Any) -> Rollout:
+    seen: list[Rollout] = []
+    module = tiny_module(
+        policy=lambda: vision_model(family),
+        tokenizer=PROCESSORS[family](),
+        environment=environment,
+        rewards=EnvironmentReward(),
+        max_new_tokens=9,
+        max_turn_tokens=3,
+        eos_token_ids=[1],
+        packing=False,
+        group_size=2,
+        **options,
+    )
+    rows = [{"prompt": ASK, "images": [picture("green")] * (place % 2)} for place in range(4)]
+    fit(module, callbacks=[recorder(seen)("watch")], data=PromptDataModule(rows, 4), max_steps=1)
+    return seen[0]
+
+
+def alone(family: str, rollout: Rollout, row: int) -> Tensor:
+    """Log-probabilities of a row without a rewritten context, by the model's own forward."""
+    one = rollout.select(torch.tensor([row]))
+    prompt, length = int(one.prompt_lengths), int(one.response_lengths)
+    ids = torch.cat([one.prompt_ids[0, :prompt], one.response_ids[0, :length]])[None]
+    values: Mapping[str, Sequence[Tensor]] = {
+        name: [each[name].values for each in (one.prompt_items, one.response_items) if name in each]
+        for name in {**one.prompt_items, **one.response_items}
+    }
+    types = {
+        name: torch.cat([one.prompt_types[name][:, :prompt], one.response_types[name][:, :length]], 1)
+        for name in one.response_types
+    }
+    items = {name: torch.cat(list(parts)) for name, parts in values.items()}
+    with torch.no_grad():
+        logits = vision_model(family)(input_ids=ids, **items, **types, use_cache=False).logits[0, prompt - 1 : -1]
+    return logits.log_softmax(-1).gather(1, one.response_ids[0, :length, None])[:, 0]
+
+
+@pytest.mark.parametrize("environment", [Camera, Forgetful])
+def test_pictures_of_turns_are_read_as_they_were_sampled(environment: type[Environment]) -> None:
+    rollout = rollout_of(environment)
+    assert rollout.rollout_logprobs is not None and rollout.segments is not None
+    counts = rollout.response_items["image_grid_thw"].counts.tolist()
+    assert counts == [2] * 8
+    placeholders = ((rollout.response_ids == IMAGE) & ~rollout.action_mask).sum(1).tolist()
+    assert placeholders == [(84 * 56 + 112 * 56) // 784] * 8
+    model = vision_model("qwen2_5_vl")
+    freeze_towers(model)
+    for packed in (True, False):
+        policy = PolicyModel(model, None, temperature=1.0, packed=packed)
+        with torch.no_grad():
+            scored = policy(pack(rollout, packed=packed)).logprobs
+        torch.testing.assert_close(scored, rollout.rollout_logprobs, atol=1e-5, rtol=0)
+    if environment is Camera:
+        placeholder_free = [
+            row for row in range(8) if not (rollout.response_ids[row][rollout.action_mask[row]] == IMAGE).any()
+        ]
+        assert placeholder_free
+        for row in placeholder_free:
+            actions = rollout.action_mask[row][: int(rollout.response_lengths[row])]
+            expected = alone("qwen2_5_vl", rollout, row)[actions]
+            torch.testing.assert_close(
+                rollout.rollout_logprobs[row][rollout.action_mask[row]], expected, atol=1e-5, rtol=0
+            )
+
+
+def test_a_picture_for_a_policy_of_text_fails_its_conversation() -> None:
+    tokenizer = PROCESSORS["qwen2_5_vl"]().tokenizer
+    module = tiny_module(
+        policy=lambda: vision_model("qwen2_5_vl"),
+        tokenizer=tokenizer,
+        environment=Camera,
+        rewards=EnvironmentReward(),
+        eos_token_ids=[1],
+    )
+    with pytest.raises(Exception, match="since the policy reads no pictures, got a picture"):
+        fit(module, data=PromptDataModule([{"prompt": ASK}], 1), max_steps=1)
