@@ -292,6 +292,7 @@ EXPORTS = [Mutation(test, file, old, new, where) for where, test, file, old, new
      "* k3(log_p, log_q) + rest_p * k3(rest_p.log(), rest_q.log())", "* (log_p - log_q)"),
 ]]
 """Ways to break losses, corrections and estimators, each with the test that detects it."""
+MEDIA = "lightning_rl/policy/media.py"
 ENGINE, INTERNALS = "lightning_rl/generation/vllm/vllm_engine.py", "lightning_rl/generation/vllm/internals.py"
 CURES = [Mutation(test, file, old, new, where) for where, test, file, old, new in [
     ("tests/generation/vllm/test_launchers.py", "test_each_rank_has_its_rank_and_its_gpu", INTERNALS,
@@ -322,6 +323,24 @@ CURES = [Mutation(test, file, old, new, where) for where, test, file, old, new i
      INTERNALS, "torch.cuda.set_device(current)", "pass"),
     ("tests/generation/vllm/test_vllm_engine.py", "test_a_gpu_that_vllm_would_not_take_is_refused_with_the_cure",
      ENGINE, "check_device(device, self._executor)\n        purpose", "purpose"),
+    ("tests/policy/test_vision_models.py", "test_pictures_give_the_same_log_probabilities_packed_padded_and_alone",
+     MEDIA, "found.flatten(1)[:, media.place]", "positions"),
+    ("tests/policy/test_vision_models.py", "test_pictures_give_the_same_log_probabilities_packed_padded_and_alone",
+     MEDIA, "found.flatten(1)[:, media.place]", "torch.arange(media.place.numel()).view(media.place.shape)"),
+    ("tests/policy/test_vision_models.py", "test_pictures_give_the_same_log_probabilities_packed_padded_and_alone",
+     MEDIA, "for name, values in media.types.items() if name in accepted}", "for name, values in ()}"),
+    ("tests/policy/test_vision_models.py", "test_the_embedded_engine_samples_with_pictures_as_training_scores",
+     "lightning_rl/generation/transformers.py", 'positions = arguments.pop("position_ids")',
+     'arguments.pop("position_ids")'),
+    ("tests/policy/test_vision_models.py", "test_the_embedded_engine_samples_with_pictures_as_training_scores",
+     "lightning_rl/generation/transformers.py", "return logits, real, cache, last + 1",
+     "return logits, real, cache, lengths"),
+    ("tests/policy/test_vision_models.py", "test_the_embedded_engine_samples_with_pictures_as_training_scores",
+     "lightning_rl/samples/completion.py", "0 if self.media is None else self.media.key", "0"),
+    ("tests/policy/test_vision_models.py", "test_a_picture_of_a_group_is_in_the_inputs_once_only_if_it_is_the_same",
+     "lightning_rl/policy/packing.py", "alike &= with_items == with_items[first]", "alike &= with_items >= 0"),
+    ("tests/policy/test_vision_models.py", "test_a_picture_of_a_group_is_in_the_inputs_once_only_if_it_is_the_same",
+     "lightning_rl/rollout.py", "tuple(media.key for media in row)", "tuple(0 for media in row)"),
     ("tests/test_deterministic.py",
      "test_a_deterministic_fit_calls_nothing_that_a_gpu_refuses_and_repeats_itself_bitwise",
      "lightning_rl/generation/transformers.py", "mass = in_units(scores.exp()).cumsum_(-1)",
