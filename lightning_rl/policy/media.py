@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lightning_rl.fields import Ragged, concatenate_items, spans
 from lightning_rl.rollout import Rollout, join_tokens
 from lightning_rl.samples import Media
-from lightning_rl.samples.media import join_items, join_media
+from lightning_rl.samples.media import join_media
 from lightning_rl.utils.device import to_device
 
 NEW_AXIS = "[None]"  # suffix of arguments of the model that get a further first axis
@@ -140,14 +140,14 @@ def media_of_prompts(
     if all(media is None or not media.pictures for media in parts):
         return None
     whole = [media or Media.of_text([0] * int(length)) for media, length in zip(parts, real.sum(1), strict=True)]
-    items, joined = join_items(media.items for media in whole), join_media(whole)
+    joined = join_media(whole)
 
     def spread(values: Tensor) -> Tensor:
         return torch.zeros_like(ids).masked_scatter_(real, values.to(ids))
 
     return MediaInputs(
-        items=items,
-        repeats={name: torch.arange(len(values)) for name, values in items.items()},
+        items=joined.items,
+        repeats={name: torch.arange(len(values)) for name, values in joined.items.items()},
         ids=ids,
         types={name: spread(values) for name, values in joined.types.items()},
         drawn=spread(joined.drawn).bool(),
@@ -169,12 +169,10 @@ def media_arguments(model: nn.Module, media: MediaInputs, positions: Int[Tensor,
     given |= {name: values.flatten()[media.place] for name, values in media.types.items() if name in accepted}
     function: Any = getattr(model, "get_rope_index", None)
     if function is not None:
-        sequences = {**media.types, "input_ids": media.ids, "attention_mask": media.real.long()}
-        sequences |= items_by_name(
-            {name: values[media.repeats[name]] for name, values in media.items.items() if "pixel" not in name}
-        )
         wanted = inspect.signature(function).parameters
-        found, _ = function(**{name: value for name, value in sequences.items() if name in wanted})
+        sequences = {**media.types, "input_ids": media.ids, "attention_mask": media.real.long()}
+        grids = {name: values[media.repeats[name]] for name, values in media.items.items() if name in wanted}
+        found, _ = function(**grids, **{name: value for name, value in sequences.items() if name in wanted})
         given["position_ids"] = found.flatten(1)[:, media.place]
     else:
         given["position_ids"] = positions
