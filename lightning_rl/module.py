@@ -72,7 +72,7 @@ OWN_NAMES = {**dict.fromkeys({*Options.__slots__, "options"} - {"policy"}, ()), 
         **dict.fromkeys(("on_save_checkpoint", "on_load_checkpoint"), "before"),
         **{f"on_{stage}_epoch_{end}": "before" for stage in EVALUATIONS for end in ("start", "end")},
         **dict.fromkeys(("on_before_optimizer_step", "teardown"), "after"),
-        **dict.fromkeys(("training_step", *(f"{stage}_step" for stage in EVALUATIONS)), "required"),
+        **dict.fromkeys(("backward", "training_step", *(f"{stage}_step" for stage in EVALUATIONS)), "required"),
     },
     refused={
         **dict.fromkeys(("configure_optimizers", "lr_scheduler_step"), "pass optimizer= and lr_scheduler="),
