@@ -59,6 +59,8 @@ from lightning_rl.utils.template_date import TODAY, now, writes_date
 from lightning_rl.utils.trainer import add_first, add_missing, disable_bar
 
 EVALUATIONS = "validation", "test", "predict"
+OWN_NAMES = {**dict.fromkeys({*Options.__slots__, "options"} - {"policy"}, ()), "run": Run}
+"""Names of attributes that a user may not set, with the type of the values that the library sets."""
 
 
 @LibraryHooks(
@@ -70,7 +72,7 @@ EVALUATIONS = "validation", "test", "predict"
         **dict.fromkeys(("on_save_checkpoint", "on_load_checkpoint"), "before"),
         **{f"on_{stage}_epoch_{end}": "before" for stage in EVALUATIONS for end in ("start", "end")},
         **dict.fromkeys(("on_before_optimizer_step", "teardown"), "after"),
-        **dict.fromkeys(("training_step", *(f"{stage}_step" for stage in EVALUATIONS)), "required"),
+        **dict.fromkeys(("backward", "training_step", *(f"{stage}_step" for stage in EVALUATIONS)), "required"),
     },
     refused={
         **dict.fromkeys(("configure_optimizers", "lr_scheduler_step"), "pass optimizer= and lr_scheduler="),
@@ -563,6 +565,21 @@ class RLLightningModule(LightningModule):
             self.policy = self.models.build_policy()
             self.models.without_trainer = self.models.stepped = True
         return super().load_state_dict(state_dict, strict, assign)
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute.
+
+        Raises:
+            AttributeError: If an option or the run has the name, because nothing would read the value.
+        """
+        if name in OWN_NAMES and not isinstance(value, OWN_NAMES[name]):
+            raise AttributeError(
+                f'expected another name than "{name}" for an attribute of {type(self).__name__}, got that of '
+                f"{'the run' if name == 'run' else 'an option'}: pass options to the constructor, read them from "
+                "module.options, and rename an attribute of your own"
+            )
+        super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a copy without the Trainer."""

@@ -317,6 +317,11 @@ class Rollout:
         """
         stem, _, key = name.partition("/")
         value = getattr(self, stem).get(key) if key else getattr(self, stem)
+        if value is None and name == "segments":
+            raise ValueError(
+                "expected segments, got None: pass environment= to the module, since only conversations have them, and "
+                'add "segments" to "reads_at_loss" of a callback that reads them at the loss'
+            )
         if value is None:
             raise ValueError(
                 f'expected the rollout field "{name}" to be set, got None: add its name to the attribute "reads" of '

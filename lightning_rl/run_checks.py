@@ -31,10 +31,11 @@ from lightning_rl.policy import ModelOptions
 from lightning_rl.policy.attention import choose_attention, hardware_of
 from lightning_rl.policy.liger import has_liger
 from lightning_rl.policy.processor import processor_of
-from lightning_rl.rollout import GREEDY_SCORE, ROUTES, SAMPLING_MASK, SUM_PI_SQUARED, TOP_LOGPROBS, Rollout
+from lightning_rl.rollout import GREEDY_SCORE, ROUTES, SAMPLING_MASK, SUM_PI_SQUARED, TOP_IDS, TOP_LOGPROBS, Rollout
 from lightning_rl.signal.reductions import token_mean
 
 Problems = Iterator[str]
+TOP = {TOP_IDS, TOP_LOGPROBS}  # an engine records both or none
 
 
 def check_run(
@@ -272,6 +273,11 @@ def check_reads(options: Options, corrections: Corrections) -> Problems:
     yield from _stage_problems(corrections)
     if "values" in readers and not options.critic:
         yield f'{readers["values"][0]} reads "values", but there is no critic: pass critic= to the module'
+    if "segments" in readers and options.environment is None:
+        yield (
+            f'{readers["segments"][0]} reads "segments", which only conversations have, but there is no environment: '
+            "pass environment= to the module, or remove it"
+        )
     if "rollout_logprobs" in readers and not options.engine.capabilities.returns_logprobs:
         yield (
             f'{readers["rollout_logprobs"][0]} reads "rollout_logprobs", but {type(options.engine).__name__} gives '
@@ -308,6 +314,12 @@ def check_extras(options: Options, corrections: Corrections) -> Problems:
                 "engine=TransformersEngine(), or remove it; an engine of your own that records it declares "
                 f'Capabilities({declared}extras=frozenset(["{name}"]))'
             )
+    if who := next((one for one in corrections.callbacks if {*one.records} & TOP == {TOP_LOGPROBS}), None):
+        yield (
+            f'expected records = ("{TOP_IDS}", "{TOP_LOGPROBS}") of {type(who).__name__}, got "{TOP_LOGPROBS}" alone: '
+            "name both, and set pl_module.options.engine.top_logprobs = k in setup for the k likeliest tokens; without "
+            "it, all of the vocabulary are recorded"
+        )
 
 
 def check_pipelining(options: Options, corrections: Corrections) -> Problems:

@@ -87,7 +87,7 @@ def test_a_subclass_that_overrides_a_hook_trains_the_same(
 
 def test_the_rules_name_every_hook_of_the_library() -> None:
     hooks: LibraryHooks = RLLightningModule.library_hooks  # pyrefly: ignore[missing-attribute]
-    assert {*hooks.rules} == {*KEPT, "training_step", *(f"{stage}_step" for stage in STAGES)}
+    assert {*hooks.rules} == {*KEPT, "backward", "training_step", *(f"{stage}_step" for stage in STAGES)}
     assert {*hooks.refused} == {*REFUSED}
 
 
@@ -103,7 +103,7 @@ def test_a_data_module_with_loaders_of_its_own_is_refused(name: str) -> None:
         overriding(name, [], PromptDataModule)([[1], [2]], 2)
 
 
-@pytest.mark.parametrize("name", ["training_step", "validation_step", "test_step", "predict_step"])
+@pytest.mark.parametrize("name", ["backward", "training_step", "validation_step", "test_step", "predict_step"])
 def test_a_step_without_super_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} to call super\(\)"):
         overriding(name, [])(**tiny_module().options)
@@ -113,6 +113,25 @@ def test_a_step_without_super_is_refused(name: str) -> None:
 def test_a_constructor_without_super_is_refused(base: Any) -> None:
     with pytest.raises(ValueError, match=rf"Mine.__init__ to call super\(\).__init__\(.*arguments of {base.__name__}"):
         type("Mine", (base,), {"__init__": lambda self: setattr(self, "mine", 1)})
+
+
+def test_a_backward_of_its_own_is_refused_and_one_with_super_trains() -> None:
+    class Own(RLLightningModule):
+        @override
+        def backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
+            loss.backward()
+
+    class Extended(RLLightningModule):
+        @override
+        def backward(self, loss: Tensor, *arguments: Any, **keywords: Any) -> None:
+            super().backward(loss, *arguments, **keywords)
+
+    with pytest.raises(ValueError, match=r"expected Own.backward to call super\(\).backward"):
+        Own(**tiny_module().options)
+    module, plain = Extended(**tiny_module().options), tiny_module()
+    fit(module)
+    fit(plain)
+    assert not differing(module, plain)
 
 
 def test_a_step_that_leaves_super_out_at_times_fails(tmp_path: Path) -> None:

@@ -35,6 +35,17 @@ def test_a_pickle_and_a_call_are_refused_with_the_cure() -> None:
         module(torch.zeros(1, 2, dtype=torch.long))
 
 
+@pytest.mark.parametrize("name", ["group_size", "engine", "sampling", "options", "run"])
+def test_an_attribute_by_the_name_of_an_option_or_of_the_run_is_refused(name: str) -> None:
+    module = tiny_module()
+    with pytest.raises(
+        AttributeError, match=rf'another name than "{name}" for an attribute of RLLightningModule.*module.options'
+    ):
+        setattr(module, name, 2)
+    module.mine = 2
+    assert module.mine == 2 and module.options.group_size != 2
+
+
 @pytest.mark.parametrize("fits", [False, True])
 def test_a_copy_has_the_weights_and_trains_alone(fits: bool) -> None:
     module = tiny_module()

@@ -79,8 +79,10 @@ from lightning_rl.distributed import Parallel
 from lightning_rl.environments import Environment, EnvironmentReward
 from lightning_rl.losses import resolve_loss
 from lightning_rl.rewards import ChoiceMatch, ExactMatch, Length, NumberMatch, SubprocessReward
+from lightning_rl.rollout import turn_numbers
 from lightning_rl.run_checks import (
     check_estimator,
+    check_extras,
     check_pipelining,
     check_ratios,
     check_reads,
@@ -142,6 +144,24 @@ def test_an_entry_that_the_engine_is_not_asked_to_record_names_what_to_add(field
     name = field.partition("/")[2]
     with pytest.raises(ValueError, match=rf'nothing provides it: add `records = \("{name}",\)` to Reader, because'):
         reads(reader(late=(field,)), engine=TransformersEngine())
+
+
+@pytest.mark.parametrize("how", ["early", "late"])
+def test_segments_are_refused_without_an_environment(how: str) -> None:
+    reading = reader(early=("segments",)) if how == "early" else reader(late=("segments",))
+    with pytest.raises(ValueError, match=r'Reader reads "segments", .* no environment: pass environment='):
+        reads(reading)
+    with pytest.raises(ValueError, match=r"expected segments, got None: pass environment="):
+        turn_numbers(ragged_rollout().replace(segments=None))
+
+
+def test_the_likeliest_tokens_are_recorded_with_their_log_probabilities() -> None:
+    lone, both = reader(), reader()
+    lone.records, both.records = ("top_logprobs",), ("top_ids", "top_logprobs")
+    check(check_extras, both, engine=TransformersEngine())
+    message = r'expected records = \("top_ids", "top_logprobs"\) of Reader, got "top_logprobs" alone: name both'
+    with pytest.raises(ValueError, match=message):
+        check(check_extras, lone, engine=TransformersEngine())
 
 
 def test_two_who_provide_the_same_entry_are_refused_at_setup() -> None:

@@ -51,6 +51,7 @@ class Answers:
         self._name = type(engine).__name__
         self._extras = [("token_extras", name) for name in sorted(engine.extras)]
         self._extras += [("prompt_extras", name) for name in sorted(engine.extras & {ROUTES})]
+        self._shapes: dict[tuple[str, str], torch.Size] = {}  # of an entry of each extra, as of the first sample
         self._oldest: dict[tuple[int, int, int, int], int] = {}  # engine's version at each open request, by its key
         self._finishes: list[FinishReason] = []  # of the checked completions
         self._bad: list[tuple[int, int, str]] = []  # sample, turn, fault
@@ -155,15 +156,25 @@ class Answers:
         return f"a log-probability of {value:.6g} at position {position}{why}"
 
     def _check_extras(self, request: Request, given: Completion) -> None:
-        """Check that the response has an entry of each extra for every token, and the prompt one of its routes."""
+        """Check that the response has an entry of each extra for every token, and the prompt one of its routes.
+
+        Entries of all samples have one shape.
+        """
         for where, name in self._extras:
             length = len(given.token_ids if where == "token_extras" else request.prefix_ids)
-            extra = getattr(given, where).get(name)
-            is_tensor = isinstance(extra, Tensor)
-            got = str(len(extra)) if is_tensor else "nothing" if extra is None else f"a {type(extra).__name__}"
+            extra, cure = getattr(given, where).get(name), f"put it into {where}, an entry for each token"
+            if extra is None:
+                got = "nothing"
+            elif not isinstance(extra, Tensor) or not extra.dim():
+                got, cure = f"a {type(extra).__name__}", "return a tensor with an entry for each token"
+                got = "a tensor without axes" if isinstance(extra, Tensor) else got
+            else:
+                got = str(len(extra))
             if got != str(length):
-                cure = f"put it into {where} as a tensor, an entry for each token along its first axis"
-                self._refuse(request, f"{name} of each of {length} tokens", got, cure)
+                self._refuse(request, f"{name} of each of {length} tokens", got, f"{cure} along its first axis")
+            if length and (shape := self._shapes.setdefault((where, name), extra.shape[1:])) != extra.shape[1:]:
+                expected = f"{where}[{name!r}] of shape {[length, *shape]}, as of the samples before"
+                self._refuse(request, expected, str(list(extra.shape)), "return entries of one shape for all samples")
 
     def _contradiction(self, request: Request, completion: Completion) -> str:
         """Describe a finish reason that contradicts the tokens."""

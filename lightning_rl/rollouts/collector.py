@@ -330,6 +330,7 @@ class Collector:
             trainer_state=self.trainer_state,
             started={} if baseline else sampled.started,
         )
+        calls = without_failed_conversations(calls, samples)
         turns = self.environments is not None
         rows = lay_out(samples, self.engine, dtype=self.dtype, logprobs=sampled.logprobs, turns=turns)
         return rewards.fill(rows, calls), calls, rewards.failed_rows(calls, len(rows))
@@ -384,6 +385,21 @@ def with_baseline(rollout: Rollout, greedy: Rollout, corrections: Corrections) -
     score = corrections.scores(greedy.replace(rewarded=rewarded)).repeat_interleave(size)
     rewarded = rollout.rewarded & rewarded.repeat_interleave(size)
     return rollout.replace(rewarded=rewarded, extras={**rollout.extras, GREEDY_SCORE: score})
+
+
+def without_failed_conversations(calls: Sequence[RewardCall], samples: Sequence[Trajectory]) -> list[RewardCall]:
+    """Return calls that have neither values nor failures on the conversations that failed with their environment."""
+    broken = {row for row, each in enumerate(samples) if each.failure is not None}
+    if not broken:
+        return [*calls]
+    kept = [
+        [replace(one, rows=rows) for one in call.failures if (rows := tuple(r for r in one.rows if r not in broken))]
+        for call in calls
+    ]
+    return [
+        call._replace(values=[None if row in broken else v for row, v in enumerate(call.values)], failures=failures)
+        for call, failures in zip(calls, kept, strict=True)
+    ]
 
 
 def logged_metrics(calls: Sequence[RewardCall], conversations: Sequence[Trajectory]) -> dict[str, list[float]]:

@@ -25,7 +25,7 @@ class FailureSummary(NamedTuple):
     """Failures of a rollout on one rank.
 
     Attributes:
-        rows: Number of rows.
+        rows: Number of rows whose conversation, if any, did not fail.
         failed: Number of rows without a reward because a function failed.
         cause: First failure of a reward with its traceback, or an empty string.
         path: File with the rows that rewards failed on, or an empty string.
@@ -63,7 +63,8 @@ class FailureReport:
     ) -> None:
         """Add some samples, the calls of rewards on them, and a mask of those that rewards failed on."""
         if failed is not None:
-            self._rows, self._failed = self._rows + len(failed), self._failed + int(failed.sum())
+            broken = sum(each.failure is not None and not each.baseline for each in samples)  # without rewards anyway
+            self._rows, self._failed = self._rows + len(failed) - broken, self._failed + int(failed.sum())
         for call in calls:
             self._counts[call.name] += sum(len(failure.rows) for failure in call.failures)
         self._failing += [call for call in calls if call.failures]

@@ -62,7 +62,8 @@ class LibraryHooks:
         for name, rule in self.rules.items():
             override = getattr(cls, name)
             names = {*_names(inspect.unwrap(override))}
-            if rule == "required" and override is not self.own[name] and not names & {"super", *self.rules}:
+            calls = names & ({*self.rules} - {name}) or _calls_parent(override)
+            if rule == "required" and override is not self.own[name] and not calls:
                 yield _without_super(cls, name)
 
 

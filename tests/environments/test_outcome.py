@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from kit.conversations import Echo, Talk, talking_module, wanted
+from kit.rows import Rows
 from kit.support import fit, recorder, tiny_module
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from typing_extensions import override
 
 from lightning_rl import FinishReason, PromptDataModule, Rollout, SamplingParams
@@ -19,11 +20,17 @@ from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.environments import EnvironmentReward, TokenStep
 from lightning_rl.environments.outcome import FailedEnvironmentsError
 from lightning_rl.generation import Request
+from lightning_rl.rewards import Rewards
 from lightning_rl.rollouts.failures import FailureSummary, check_failures
 
 
 def train(
-    folder: Path, fails: Callable[[int, Sequence[int]], bool], *, shut: Sequence[int] = (), **options: Any
+    folder: Path,
+    fails: Callable[[int, Sequence[int]], bool],
+    *,
+    shut: Sequence[int] = (),
+    callbacks: Sequence[Callback] = (),
+    **options: Any,
 ) -> tuple[list[Rollout], list[str]]:
     """A short fit; whether a conversation fails goes by the place of its row and an answer, and some never begin."""
 
@@ -46,7 +53,7 @@ def train(
     module = tiny_module(environment=Partner, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(module, data=data, callbacks=[recorder(seen)("seen")], default_root_dir=folder)
+        fit(module, data=data, callbacks=[recorder(seen)("seen"), *callbacks], default_root_dir=folder)
     return seen, [str(warning.message) for warning in caught if "conversations" in str(warning.message)]
 
 
@@ -65,6 +72,20 @@ def test_failed_rows_neither_train_nor_count_and_are_said_once_and_kept_in_a_fil
     assert len(rows) == 4 and all(row["failure"] == "ConnectionError: no answer for 1 with api_key=***" for row in rows)
     assert "Traceback" not in text and rows[0]["answer"] and "sesame" not in text + path.read_text()
     assert "in step\n" in rows[0]["log"] and rows[0]["metrics"]["retries"] == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), None])
+def test_a_failed_conversation_is_no_failure_of_a_reward(tmp_path: Path, value: float | None) -> None:
+    def inherit(prompts: Any, completions: Any, *, environment_reward: Sequence[float | None], **_: Any) -> list[Any]:
+        return [value if one is None else one for one in environment_reward]
+
+    counts = Rows()
+    strict = Rewards(inherit, max_failure_rate=0.01)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="rows get no reward")
+        train(tmp_path, lambda place, _: place == 5, rewards=strict, callbacks=[counts])
+    assert [(row["reward/failed"], row["reward_failed/inherit"]) for row in counts.rows] == [(0, 0), (0, 0)]
+    assert not (tmp_path / "failed_rewards").exists()
 
 
 def test_a_rollout_in_which_too_many_fail_ends_the_run_with_a_checkpoint_and_the_causes(tmp_path: Path) -> None:

@@ -171,6 +171,13 @@ def extended(place: int, **changes: Any) -> Callable[[list[Completion]], list[Co
     [
         ({"token_extras": {}}, "routed_experts of each of 3 tokens from OwnEngine, got nothing"),
         ({"token_extras": {ROUTES: torch.zeros(2, 2, 1)}}, "of each of 3 tokens from OwnEngine, got 2"),
+        ({"token_extras": {ROUTES: [[[0.0]]] * 3}}, "of each of 3 tokens from OwnEngine, got a list"),
+        (
+            {"token_extras": {ROUTES: torch.tensor(0.0)}},
+            "of each of 3 tokens from OwnEngine, got a tensor without axes",
+        ),
+        ({"token_extras": {ROUTES: torch.zeros(3, 3, 1)}}, r"of shape \[3, 2, 1\].* from OwnEngine, got \[3, 3, 1\]"),
+        ({"token_extras": {ROUTES: torch.zeros(3, 2)}}, r"of shape \[3, 2, 1\].* from OwnEngine, got \[3, 2\]"),
         ({"prompt_extras": {}}, "routed_experts of each of 2 tokens from OwnEngine, got nothing"),
         ({"prompt_extras": {ROUTES: torch.zeros(3, 2, 1)}}, "of each of 2 tokens from OwnEngine, got 3"),
     ],
