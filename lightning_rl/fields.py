@@ -173,12 +173,18 @@ class Items(Axis[Ragged]):
 
     Args:
         name: Name of the items, in the plural.
+        dtype: Dtype of the items; None for any.
     """
 
     name: str
+    dtype: torch.dtype | None = None
 
     @override
     def check(self, name: str, value: Ragged, shapes: Shapes, *, exact: bool) -> None:
+        if value.counts.dtype != torch.int64 or (value.counts < 0).any():
+            raise ValueError(f"expected {name}/counts of int64, at least 0, got {value.counts.dtype}: {value.counts}")
+        if self.dtype not in (None, value.values.dtype):
+            raise ValueError(f"expected {name}/values of {self.dtype}, got {value.values.dtype}")
         if value.counts.shape != shapes.row:
             raise ValueError(f"expected {name} of {shapes.row[0]} rows, got counts of {len(value.counts)}")
 
@@ -210,6 +216,8 @@ class Items(Axis[Ragged]):
 
     @override
     def restore(self, parts: Mapping[str, Tensor]) -> Ragged:
+        if missing := {"values", "counts"} - parts.keys():
+            raise ValueError(f"expected {self.name}/{min(missing)}, got none")
         return Ragged(parts["values"], parts["counts"])
 
 
