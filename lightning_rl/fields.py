@@ -189,14 +189,20 @@ class Items(Axis[Ragged]):
 
     Args:
         name: Name of the items, in the plural.
+        dtype: Dtype of the items; None for any.
         shared: True if rows may share items, which exist once then.
     """
 
     name: str
+    dtype: torch.dtype | None = None
     shared: bool = False
 
     @override
     def check(self, name: str, value: Ragged, shapes: Shapes, *, exact: bool) -> None:
+        if value.counts.dtype != torch.int64 or (value.counts < 0).any():
+            raise ValueError(f"expected {name}/counts of int64, at least 0, got {value.counts.dtype}: {value.counts}")
+        if self.dtype not in (None, value.values.dtype):
+            raise ValueError(f"expected {name}/values of {self.dtype}, got {value.values.dtype}")
         if value.counts.shape != shapes.row:
             raise ValueError(f"expected {name} of {shapes.row[0]} rows, got counts of {len(value.counts)}")
 
@@ -246,6 +252,8 @@ class Items(Axis[Ragged]):
 
     @override
     def restore(self, parts: Mapping[str, Tensor]) -> Ragged:
+        if missing := {"values", "counts"} - parts.keys():
+            raise ValueError(f"expected {self.name}/{min(missing)}, got none")
         return Ragged(parts["values"], parts["counts"], parts.get("starts"))
 
     @override

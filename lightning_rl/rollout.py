@@ -120,7 +120,7 @@ class Rollout:
     values: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN, shown=True))
     advantages: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN, shown=True))
     returns: Float[Tensor, "B T"] | None = field(default=None, metadata=declare(TOKEN, shown=True))
-    segments: Ragged | None = field(default=None, metadata=declare(Items("segments")))
+    segments: Ragged | None = field(default=None, metadata=declare(Items("segments", torch.int64)))
     extras: Mapping[str, Shaped[Tensor, "B ..."]] = field(default_factory=dict, metadata=declare(ROW))
     token_extras: Mapping[str, Shaped[Tensor, "B T ..."]] = field(default_factory=dict, metadata=declare(TOKEN))
     prompt_extras: Mapping[str, Shaped[Tensor, "B P ..."]] = field(default_factory=dict, metadata=declare(PROMPT))

@@ -139,6 +139,29 @@ TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
 }
 
 
+SEGMENTS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]], str]] = {
+    "no counts": (lambda values, _: {"values": values}, "segments/counts, got none"),
+    "no values": (lambda _, counts: {"counts": counts}, "segments/values, got none"),
+    "float counts": (lambda values, counts: {"values": values, "counts": counts.float()}, "segments/counts of int64"),
+    "float values": (lambda values, counts: {"values": values.float(), "counts": counts}, "segments/values of .*int64"),
+    "a negative count": (
+        lambda values, counts: {"values": values, "counts": torch.tensor([-1, 3, *counts[2:].tolist()])},
+        "segments/counts of int64, at least 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", SEGMENTS)
+def test_segments_that_do_not_fit_are_refused_with_file_and_key(change: str, folder: Path) -> None:
+    path, (spoiled, message) = folder / f"{STEM}.safetensors", SEGMENTS[change]
+    tensors = load_file(path)
+    rows = len(tensors["rollout/response_ids"])
+    parts = spoiled(torch.tensor([[0, -1, 1]] * rows), torch.ones(rows, dtype=torch.int64))
+    save_file(tensors | {f"rollout/segments/{name}": part for name, part in parts.items()}, path)
+    with pytest.raises(ValueError, match=f"{STEM}.safetensors, got an invalid file: expected {message}"):
+        Recording.load(path)
+
+
 @pytest.mark.parametrize("change", TENSORS)
 def test_tensors_that_do_not_fit_are_refused(change: str, folder: Path) -> None:
     path, (spoil, message) = folder / f"{STEM}.safetensors", TENSORS[change]
