@@ -20,7 +20,7 @@ from faults.parts import (
     without_gradient,
     wrong_way,
 )
-from kit.support import a_trainer, an_algorithm, differing, fit, tiny_module, tiny_prompts
+from kit.support import a_trainer, an_algorithm, callback_of, differing, fit, tiny_module, tiny_prompts
 from properties.exports import (
     ESTIMATOR_EXAMPLES,
     LOSS_EXAMPLES,
@@ -53,6 +53,11 @@ def over_all_columns(view: LossView) -> Tensor:
     return surrogate(view) - surrogate(view).mean()
 
 
+def every_second_row(view: LossView) -> Tensor:
+    """A mask by the place of a row in its microbatch."""
+    return torch.arange(len(view.logprobs)) % 2 == 0
+
+
 def found(*callbacks: RLCallback, advantages: Any = "grpo", loss: Any = "ppo", **options: Any) -> dict[str, str]:
     algorithm = an_algorithm(advantages=resolve_advantages(advantages), loss=resolve_loss(loss), **options)
     return {finding.check: finding.culprit for finding in broken_properties(algorithm, callbacks)}
@@ -67,6 +72,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any], tuple[RLCallback, ...]]] = {
     "an estimator of the wrong sign": ("advantage_direction", {"advantages": mean_minus_score}, ()),
     "an estimator by position": ("row_order", {"advantages": by_position}, ()),
     "a decision over a sequence for each token": ("sequence_decisions", {}, (TokenwiseOPSM(0.05),)),
+    "a mask of every second row": ("partition", {}, (callback_of("half", sequence_mask=every_second_row),)),
     "a term without a gradient": ("gradient_liveness", {}, (DetachedKL(0.1, as_loss=True),)),
     "a term that repels": ("distances_pull_back", {}, (Repelling(0.1, as_loss=True),)),
 }
