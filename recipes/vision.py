@@ -41,7 +41,7 @@ def main(
     from torch.optim import AdamW
     from transformers import AutoProcessor
 
-    from lightning_rl import PromptDataModule, RLLightningModule, SamplingParams
+    from lightning_rl import PromptDataModule, RLLightningModule, SamplingParams, warmup_then_linear
     from lightning_rl.reporting import RolloutSummary, RunReport
 
     small = policy == "tiny"
@@ -52,6 +52,7 @@ def main(
         rewards=task.color_named,
         sampling=SamplingParams(max_new_tokens=4),
         optimizer=partial(AdamW, lr=learning_rate, weight_decay=0.0, fused=True),
+        lr_scheduler=warmup_then_linear(min(10, rollouts // 2), rollouts),
         seed=seed,
     )
     data = PromptDataModule(task.color_rows(rollouts * prompts, seed=seed), prompts, validation=held_out, seed=seed)

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Sequence
 from functools import cache
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import torch
 from PIL import Image
@@ -33,7 +33,8 @@ IDS = {word: index for index, word in enumerate(WORDS)}
 PATCH = 14  # pixels
 SIDE = 8 * PATCH  # of a picture: 16 tokens
 QUESTION = "what color"
-WARM_START_STEPS = 40
+WARM_START_SEED = 20_000
+WARM_START_STEPS, WARM_START_PICTURES = 40, 32
 TEMPLATE = (
     "{% for message in messages %}{{ '<answer>' if message.role == 'assistant' else '<user>' }}"
     "{% for part in message.content %}"
@@ -134,15 +135,21 @@ def warm_started_policy(seed: int) -> Qwen2_5_VLForConditionalGeneration:
 @cache
 def warm_started(seed: int) -> Qwen2_5_VLForConditionalGeneration:
     """Return a policy that answers every picture with some color and EOS."""
-    policy, draw = untrained_policy(seed), torch.Generator().manual_seed(seed)
+    policy, draw, processor = untrained_policy(seed), torch.Generator().manual_seed(seed), cast(Any, color_processor())
     optimizer = AdamW(policy.model.language_model.parameters(), lr=3e-3, weight_decay=0.0)
-    question = [IDS[word] for word in ("<user>", "<start>", *["<image>"] * 16, "<end>", "what", "color", "<answer>")]
+    rows = color_rows(WARM_START_PICTURES, seed=WARM_START_SEED + seed)
+    content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+    text = str(processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True))
+    inputs = processor(text=[text] * len(rows), images=[row["images"] for row in rows], return_tensors="pt")
+    inputs.pop("attention_mask")  # the prompts have one length
+    question, kinds = inputs.pop("input_ids"), inputs.pop("mm_token_type_ids")
     for _ in range(WARM_START_STEPS):
-        colors = torch.randint(IDS[COLORS[0]], IDS[COLORS[-1]] + 1, (64, 1), generator=draw)
-        ends = torch.full_like(colors, IDS["<eos>"])
-        ids = torch.cat([torch.tensor(question).expand(64, -1), colors, ends], 1)
-        logits = policy(input_ids=ids[:, :-1], logits_to_keep=2, use_cache=False).logits
+        colors = torch.randint(IDS[COLORS[0]], IDS[COLORS[-1]] + 1, (len(rows), 1), generator=draw)
+        answer = torch.cat([colors, torch.full_like(colors, IDS["<eos>"])], 1)
+        ids, types = torch.cat([question, answer], 1), torch.cat([kinds, torch.zeros_like(answer)], 1)
+        further = {"mm_token_type_ids": types[:, :-1], "logits_to_keep": 2, "use_cache": False}
+        logits = policy(input_ids=ids[:, :-1], **inputs, **further).logits
         optimizer.zero_grad()
-        cross_entropy(logits.flatten(0, 1), ids[:, -2:].flatten()).backward()
+        cross_entropy(logits.flatten(0, 1), answer.flatten()).backward()
         optimizer.step()
     return policy
