@@ -1,7 +1,7 @@
 """Colors of squares: pictures, processor, reward and policy of the recipe ``vision.py``, built without a download.
 
 A prompt is a picture with one square on gray and ``what color``; the only correct response is the color's name and EOS.
-The policy is a Qwen2.5-VL of 0.3 million random weights that has learned to answer with some color, so that one answer
+The policy is a Qwen2.5-VL of 0.4 million random weights that has learned to answer with some color, so that one answer
 in four is right.
 """
 

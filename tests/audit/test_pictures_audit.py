@@ -40,7 +40,7 @@ def rows_of_neighbors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row has the picture of the next group."""
     lay_out = collector.lay_out
 
-    def rolled(*given: Any, **options: Any) -> Any:
+    def roll_items(*given: Any, **options: Any) -> Any:
         rows = lay_out(*given, **options)
         items = {
             name: Ragged(value.values, value.counts.roll(4), value.begins.roll(4))
@@ -48,7 +48,7 @@ def rows_of_neighbors(monkeypatch: pytest.MonkeyPatch) -> None:
         }
         return rows.replace(prompt_items=items)
 
-    monkeypatch.setattr(collector, "lay_out", rolled)
+    monkeypatch.setattr(collector, "lay_out", roll_items)
 
 
 def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
