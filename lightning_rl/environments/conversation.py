@@ -110,7 +110,7 @@ class Conversation:
                     "by reset"
                 )
             if prompt:
-                media = getattr(environment, "media", None)
+                media = getattr(environment, "opening_media", None)
                 request = replace(self._made.request, prefix_ids=tuple(prompt), media=media)
                 self._made = replace(self._made, request=request)
             self._ask(self._made.request.prefix_ids, self._made.request.media)

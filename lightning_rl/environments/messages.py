@@ -28,7 +28,7 @@ class MessageEnvironment:
         pictures: Pictures of these messages.
 
     Attributes:
-        media: Pictures of the first prompt; None without.
+        opening_media: Pictures of the first prompt; None without.
         opening_length: Number of messages before the first answer.
         unanswered: Messages that the environment has not answered, for the log of a failure.
     """
@@ -45,7 +45,7 @@ class MessageEnvironment:
         self.environment, self._bridge, self._parse = environment, bridge, parse
         self._schemas, self._prompt, self._prefix, self._turn = schemas, prompt, list[int](), 0
         self._pictures = pictures
-        self.media: Media | None = None
+        self.opening_media: Media | None = None
         self._opening: tuple[Message, ...] = ()
         self.unanswered: tuple[Message, ...] = ()
         self.opening_length = 0
@@ -62,7 +62,7 @@ class MessageEnvironment:
         check_messages(opening, "the row's prompt")
         self._opening = tuple(copy_plain(copy_message(message)) for message in opening)
         self.opening_length = len(self._opening)
-        ids, self.media = self._expand(self._bridge.encode(self._opening, self._schemas), pictures)
+        ids, self.opening_media = self._expand(self._bridge.encode(self._opening, self._schemas), pictures)
         self._prefix = list(ids)
         return self._prefix
 
