@@ -4,6 +4,7 @@ SHELL := bash
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+TORCHVISION ?= torchvision==0.28.0
 GPU := $(wildcard /dev/nvidiactl /dev/kfd)
 BIN := .venv/bin
 DEMO := .venv/.demo
@@ -219,7 +220,9 @@ $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.py
 	$(VLLM_BIN)/python -m pip download --quiet --no-deps --dest build/vllm '$(VLLM)'
 	$(VLLM_BIN)/python tests/vllm/requirements.py build/vllm/*.whl > build/vllm/requirements.txt
 	$(VLLM_BIN)/python -m pip install --quiet '$(TORCH)' -r build/vllm/requirements.txt -e '.[peft,report]' 'pytest>=9.1' 'hypothesis>=6.100'
-	$(VLLM_BIN)/python -m pip install --quiet --no-deps build/vllm/*.whl
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps build/vllm/*.whl '$(TORCHVISION)'
+	cp tests/vllm/torchvision_operators.py .venv-vllm/lib/python3.*/site-packages
+	echo 'import torchvision_operators' > $$(echo .venv-vllm/lib/python3.*/site-packages)/torchvision_operators.pth
 	@touch $@
 
 # verifiers and openenv require conflicting versions, so it shares nothing with .venv.

@@ -119,6 +119,8 @@ def _serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     parser.add_argument("--dtype", help="dtype of the weights (default: that of the configuration)")
     storage = "folder for weights, the trainer's storage= (default: the system's temporary folder)"
     parser.add_argument("--storage", type=Path, help=storage)
+    pictures = "serve the whole multimodal model, for prompts with pictures (default: its language model)"
+    parser.add_argument("--pictures", action="store_true", help=pictures)
     parser.add_argument("--ssl-certfile", type=Path, help="certificate for https; with --ssl-keyfile")
     parser.add_argument("--ssl-keyfile", type=Path, help="private key of the certificate")
     parser.epilog = "Calls need the key in VLLM_API_KEY. Arguments after -- are passed to vLLM."

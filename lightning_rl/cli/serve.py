@@ -18,7 +18,7 @@ from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.vllm_engine import CPU_CACHE, FIXED, HEAD_DTYPE
 from lightning_rl.generation.vllm.vllm_version import check_version
 from lightning_rl.generation.vllm.worker_extension import HOST, STORAGE
-from lightning_rl.policy.text_model import auto_class_of, check_text_only, has_towers, text_model_of
+from lightning_rl.policy.text_model import auto_class_of, has_towers, text_model_of
 from lightning_rl.processes.command import run_command
 
 KEY = "VLLM_API_KEY"
@@ -30,6 +30,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "OMP_NUM_THREADS": "1",
 }
+PICTURES = ("--no-mm-device-do-normalize",)  # in the model, where the constants would be random with dummy weights
+LANGUAGE = ("--language-model-only",)
 VERSIONS = 4  # adapters of requests in flight
 OWN = "pass it before --"
 SEVERAL = (
@@ -99,31 +101,34 @@ def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
         try:
             address = Address(host=host, port=port, certificate=certificate, private_key=private_key)
             check_options(options)
-            model = text_model_folder(arguments.model, Path(folder))
+            model, switches = arguments.model, PICTURES
+            if not arguments.pictures:
+                model, switches = text_model_folder(arguments.model, Path(folder))
         except OSError as error:
             raise SystemExit(f"expected a folder or the name of a model, got {arguments.model!r}: {error}") from error
         except ValueError as error:
             raise SystemExit(str(error)) from error
-        return serve(model, options, address, dtype=arguments.dtype, storage=arguments.storage)
+        return serve(model, [*switches, *options], address, dtype=arguments.dtype, storage=arguments.storage)
 
 
-def text_model_folder(model: str, folder: Path) -> str:
-    """Return a model of text as it is; for one with towers write configuration and tokenizer of its text model.
+def text_model_folder(model: str, folder: Path) -> tuple[str, Sequence[str]]:
+    """Return a model that is served for text, and switches for vLLM.
 
-    Raises:
-        ValueError: If transformers has no text-only class of a model with towers.
+    A model with towers is served as its text model, whose configuration and tokenizer are written to ``folder``. Where
+    transformers has no class for that, the whole model is served, without its towers.
     """
     config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     if not has_towers(config):
-        return model
+        return model, ()
     with torch.device("meta"):
         whole = auto_class_of(config).from_config(config, dtype=config.dtype, trust_remote_code=False)
     text = text_model_of(whole)
-    check_text_only(text, "a server")
+    if has_towers(text.config):
+        return model, LANGUAGE
     text.config.save_pretrained(folder)
     with suppress(OSError):  # a folder may have none
         AutoTokenizer.from_pretrained(model, trust_remote_code=False).save_pretrained(folder)  # pyrefly: ignore[missing-attribute]
-    return str(folder)
+    return str(folder), ()
 
 
 def check_options(options: Sequence[str]) -> None:

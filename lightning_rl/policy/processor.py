@@ -6,7 +6,6 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
@@ -14,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.policy.media import NEW_AXIS
 from lightning_rl.samples import Media, Prompt
-from lightning_rl.samples.media import join_media
+from lightning_rl.samples.media import join_media, pillow_images
 
 Pixels = UInt8[Tensor, "H W 3"]
 PART = {"type": "image"}  # of a message, where its picture stands
@@ -172,11 +171,9 @@ class PictureProcessor:
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
     def _call(self, text: str, pictures: Sequence[Pixels], name: str) -> dict[str, Tensor]:
-        from PIL import Image
-
-        images = [Image.fromarray(np.ascontiguousarray(picture.numpy())) for picture in pictures]
+        images = [pillow_images(pictures)]
         try:
-            output = self.processor(text=[text], images=[images], add_special_tokens=False, return_tensors="pt")
+            output = self.processor(text=[text], images=images, add_special_tokens=False, return_tensors="pt")
         except Exception as error:
             raise ValueError(
                 f"expected pictures that {type(self.processor).__name__} takes, but it refuses {name}: {error}"

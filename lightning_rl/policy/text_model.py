@@ -78,23 +78,16 @@ def modules_behind(model: PreTrainedModel, output: str) -> dict[str, nn.Module]:
     return {name: part for name, part in model.named_modules() if isinstance(part, kinds)}
 
 
+def tower_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Return the parameters outside of the language model by name; none of a model of text alone."""
+    if not has_towers(model.config):
+        return {}
+    head: Any = model.get_output_embeddings()
+    language = {*backbone_of(model).parameters(), *head.parameters()}
+    return {name: parameter for name, parameter in model.named_parameters() if parameter not in language}
+
+
 def freeze_towers(model: PreTrainedModel) -> None:
     """Freeze everything outside of the language model, which gets no gradient from text."""
-    if has_towers(model.config):
-        head: Any = model.get_output_embeddings()
-        trained = {*backbone_of(model).parameters(), *head.parameters()}
-        for parameter in model.parameters():
-            parameter.requires_grad_(parameter.requires_grad and parameter in trained)
-
-
-def check_text_only(model: PreTrainedModel, engine: str) -> None:
-    """Check that a model is not multimodal, for an engine that would need the other parts too.
-
-    Raises:
-        ValueError: If it is; names the model and what to do.
-    """
-    if has_towers(model.config):
-        cure = "pass engine=TransformersEngine()"
-        if (kind := text_class_of(model.config)) is not None:
-            cure = f"pass its name or folder as policy=, from which {kind.__name__} is built, or {cure}"
-        raise ValueError(f"expected a model of text alone for {engine}, got {type(model).__name__}: {cure}")
+    for parameter in tower_parameters(model).values():
+        parameter.requires_grad_(False)  # noqa: FBT003  a method of torch

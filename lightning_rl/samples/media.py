@@ -1,11 +1,14 @@
 """Media: pictures among the tokens of a prompt or of a reply, and the tensors that a model reads for them."""
 
+import base64
 import hashlib
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int, Shaped, UInt8
 from torch import Tensor
@@ -46,6 +49,16 @@ class Media:
             digest.update(f"{list(picture.shape)}".encode() + picture.numpy().tobytes())
         return int.from_bytes(digest.digest()[:8], "big") >> 2
 
+    @cached_property
+    def data_urls(self) -> tuple[str, ...]:
+        """Pictures as PNG files in URLs, for servers; no pixel changes."""
+        urls = list[str]()
+        for picture in pillow_images(self.pictures):
+            with io.BytesIO() as file:
+                picture.save(file, "PNG")
+                urls.append(f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
+        return tuple(urls)
+
     def state(self) -> dict[str, Any]:
         """Return tensors and containers of tensors, from which :meth:`of_state` makes equal media."""
         ids = torch.tensor(self.engine_ids, dtype=torch.int64)
@@ -57,6 +70,13 @@ class Media:
         ids, pictures = tuple(state["engine_ids"].tolist()), tuple(state["pictures"])
         parts: dict[str, Any] = {"engine_ids": ids, "pictures": pictures}
         return cls(**{**state, **parts})
+
+
+def pillow_images(pictures: Iterable[UInt8[Tensor, "H W 3"]]) -> list[Any]:
+    """Return pictures as those of Pillow."""
+    from PIL import Image
+
+    return [Image.fromarray(np.ascontiguousarray(picture.numpy())) for picture in pictures]
 
 
 def join_media(parts: Iterable[Media]) -> Media:

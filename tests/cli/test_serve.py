@@ -126,22 +126,25 @@ def test_of_a_model_with_towers_the_language_model_is_served(tmp_path: Path) -> 
     folder, text = tmp_path / "whole", tmp_path / "text"
     tiny_multimodal("gemma3").bfloat16().save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-    assert serve.text_model_folder(str(folder), text) == str(text)
+    assert serve.text_model_folder(str(folder), text) == (str(text), ())
     served, trained = AutoConfig.from_pretrained(text), build_model(folder).config
     assert served.architectures == ["Gemma3ForCausalLM"] and served.dtype == torch.bfloat16
     changed = {"dtype", "_name_or_path"}
     assert {k: v for k, v in served.to_dict().items() if k not in changed} == {
         k: v for k, v in trained.to_dict().items() if k not in changed
     }
-    assert serve.text_model_folder(str(text), tmp_path / "again") == str(text)
+    assert serve.text_model_folder(str(text), tmp_path / "again") == (str(text), ())
     assert flags(serve.command_line(str(text), Address(), dtype=None, on_cpu=True)).keys() >= {"--dtype"}
 
 
-def test_a_model_without_a_language_model_of_its_own_is_not_served(tmp_path: Path) -> None:
+def test_a_model_without_a_class_of_text_is_served_whole_with_or_without_its_towers(tmp_path: Path, ran: Ran) -> None:
     tiny_multimodal("qwen3_vl").config.save_pretrained(tmp_path)
-    with pytest.raises(SystemExit) as ending:
-        main.main(["serve", str(tmp_path)])
-    assert "a model of text alone for a server, got Qwen3VLForConditionalGeneration: pass engine=" in str(ending.value)
+    run_serve(str(tmp_path))
+    run_serve(str(tmp_path), "--pictures")
+    text, pictures = (command for command, _ in ran)
+    assert all(flags(command)["--model"] == str(tmp_path) for command in (text, pictures))
+    assert "--language-model-only" in text and "--no-mm-device-do-normalize" not in text
+    assert "--no-mm-device-do-normalize" in pictures and "--language-model-only" not in pictures
 
 
 def test_the_guard_comes_last_so_that_it_sees_every_call_first(folder: Path, ran: Ran) -> None:

@@ -422,6 +422,7 @@ class LLM:
             engine_core=SimpleNamespace(shutdown=self._shutdown),
             step=self._step,
             abort_request=self._abort,
+            reset_encoder_cache=lambda: None,
         )
 
     # Memory.

@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 from transformers import PreTrainedModel
@@ -31,14 +32,22 @@ class Served:
         folder: an empty one.
         options: for vLLM.
         unchecked: options for vLLM that the command would refuse.
+        processor: of pictures, if the model reads them.
     """
 
     def __init__(
-        self, model: PreTrainedModel, folder: Path, *, options: Sequence[str] = (), unchecked: Sequence[str] = ()
+        self,
+        model: PreTrainedModel,
+        folder: Path,
+        *,
+        options: Sequence[str] = (),
+        unchecked: Sequence[str] = (),
+        processor: Any = None,
     ) -> None:
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
-        tiny_tokenizer().save_pretrained(folder)
+        (processor or tiny_tokenizer()).save_pretrained(folder)
+        self.flags = ["--pictures"] if processor is not None else []
         self.folder, self.options, self.unchecked = folder, options, unchecked
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -49,6 +58,7 @@ class Served:
     def start(self) -> "subprocess.Popen[bytes]":
         """Starts it; engines wait until it is ready."""
         command = [sys.executable, "-m", "lightning_rl", "serve", str(self.folder), "--port", str(self.port)]
+        command += self.flags
         command += ["--dtype", "float32", "--", "--block-size", "32", "--max-num-seqs", "64"]
         command += ["--kv-cache-memory-bytes", str(2**26), *self.options]
         if self.unchecked:

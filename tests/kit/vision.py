@@ -30,7 +30,7 @@ WORDS = [
     "three",
 ]
 MARKS = ["<image>", "<start>", "<end>", "<video>", "<row>", "<global>"]
-WORDS_AND_MARKS = [*WORDS, *MARKS, "\n"]
+WORDS_AND_MARKS = [*WORDS, *MARKS, "\n", "\n\n", "\n\n\n", "\n\n\n\n"]  # vLLM needs them for Gemma 3
 VOCABULARY = 24
 TEXT = {"vocab_size": VOCABULARY, "max_position_embeddings": 256}
 PINPOINTS = [[28, 56], [56, 28], [56, 56]]
@@ -173,10 +173,12 @@ TOPS: dict[str, dict[str, Any]] = {
 }
 
 
-def vision_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A model of a family for pictures of its processor, far from uniform."""
-    tower, top = TOWERS.get(family, {}), TOPS.get(family, {})
-    model = tiny_multimodal(family, seed, tokens=TOKENS, text=TEXT, tower=tower, top=top)
+def vision_model(
+    family: str, seed: int = 0, dtype: torch.dtype = torch.float32, *, text: Any = None, tower: Any = None
+) -> PreTrainedModel:
+    """A model of a family for pictures of its processor, far from uniform; ``text`` and ``tower`` are further sizes."""
+    towers, top = {**TOWERS.get(family, {}), **(tower or {})}, TOPS.get(family, {})
+    model = tiny_multimodal(family, seed, tokens=TOKENS, text={**TEXT, **(text or {})}, tower=towers, top=top)
     torch.nn.Module.to(model, dtype)
     draw = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():

@@ -13,13 +13,14 @@ from kit.engine_requests import request_of
 from kit.multimodal import PAGE, tiny_multimodal
 from kit.support import VOCABULARY, fit, tiny_module, tiny_prompts, tiny_tokenizer
 from kit.vllm_models import FAMILIES, HYBRIDS, a_model
+from kit.vllm_vision import WHOLE
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
-from lightning_rl import TransformersEngine, VLLMEngine
+from lightning_rl import TransformersEngine
 from lightning_rl.callbacks import ReferenceKL
 from lightning_rl.policy import PolicyModel, pack
 from lightning_rl.policy.build import build_model, build_policy
@@ -127,8 +128,9 @@ def logprobs_alone(model: PreTrainedModel, prompt: list[int], response: list[int
 
 def test_the_table_says_of_vllm_what_its_tests_run() -> None:
     run = {type(a_model(name)).__name__ for name in (*FAMILIES, *HYBRIDS)}
-    assert len(TRAINED) > 30 and {row.built for row in TRAINED if row.vllm} <= run
+    assert len(TRAINED) > 30 and {row.built for row in TRAINED if row.vllm and not row.whole} <= run
     assert not run & {row.built for row in TRAINED if not row.vllm}
+    assert {row.family for row in TRAINED if row.whole and row.vllm} == WHOLE.keys()
 
 
 def test_the_page_names_every_decoder_with_towers_of_the_installed_transformers() -> None:
@@ -296,14 +298,11 @@ def test_a_text_weight_that_is_missing_or_left_over_is_named(
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
-def test_a_function_may_build_a_model_with_towers_which_are_frozen_and_vllm_refuses_it(family: str) -> None:
+def test_a_function_may_build_a_model_with_towers_which_are_frozen(family: str) -> None:
     policy = build_policy(lambda: tiny_multimodal(family).train(), None, temperature=1.0, packed=True)
     trained = {name for name, value in policy.model.named_parameters() if value.requires_grad}
     assert trained and not [name for name in trained if "visual" in name or "vision" in name or "multi_modal" in name]
     policy(pack(Rollout.of_samples(PROMPTS, RESPONSES, groups=range(4)))).logprobs.sum().backward()
-    cure = "pass its name or folder as policy=, from which Gemma3ForCausalLM" if family == "gemma3" else "pass engine="
-    with pytest.raises(ValueError, match=rf"a model of text alone for VLLMEngine, got \w+: {cure}"):
-        VLLMEngine().start(policy.model, None, device=torch.device("cpu"), dtype=torch.float32)
 
 
 def test_a_model_with_an_encoder_is_refused(tmp_path: Path) -> None:

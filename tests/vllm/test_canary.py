@@ -193,6 +193,6 @@ def test_a_tied_head_that_is_not_sent_is_found_at_setup(
     watch_engine: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = watch_engine("qwen2-tied")
-    monkeypatch.setattr(run.engine, "_aliases", {})
+    monkeypatch.setattr(run.engine._stream, "_aliases", {})  # noqa: SLF001
     with pytest.raises(ValueError, match=r"a tensor for the engine's lm_head.weight \[151, 128\], got none"):
         run.engine.expect(run.model.named_parameters())

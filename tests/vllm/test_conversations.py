@@ -75,7 +75,7 @@ def test_tokens_behind_a_turn_come_out_of_the_prefix_cache(engine: VLLMEngine) -
     (trajectory,) = converse(openings(1, eos_token_ids=()), engine)
     whole = [*trajectory.request.prefix_ids, *response_of(trajectory)]
     once = engine._sampling_params({"temperature": 0.0, "seed": 0, "max_tokens": 1, "detokenize": False})  # noqa: SLF001
-    (output,) = engine._generate([whole], [once])  # noqa: SLF001
+    (output,) = engine._generate([{"prompt_token_ids": whole}], [once])  # noqa: SLF001
     assert len(whole) > 96 and output.num_cached_tokens >= len(whole) // 32 * 32 - 32
 
 

@@ -26,6 +26,7 @@ from torch import nn
 from lightning_rl import TransformersEngine
 from lightning_rl.generation.sampling_params import RowFilters
 from lightning_rl.generation.vllm import internals
+from lightning_rl.generation.vllm.vllm_sampling import prompt_of
 from lightning_rl.policy.lora import base_model_of
 
 TOLERANCE = 1e-4  # float32; measured 1.1e-5
@@ -68,7 +69,7 @@ def test_one_float_per_token_is_the_value_that_vllm_collects_bit_for_bit(
     for update in (getattr(processor, name), getattr(processor, name).__wrapped__):
         monkeypatch.setattr(processor, name, update)
         parameters = [engine._parameters(request, logprobs=True) for request in requests]  # noqa: SLF001
-        outputs = engine._generate([request.prefix_ids for request in requests], parameters)  # noqa: SLF001
+        outputs = engine._generate([prompt_of(request) for request in requests], parameters)  # noqa: SLF001
         draws.append([output.outputs[0] for output in outputs])
     for one, six in zip(*draws, strict=True):
         assert one.token_ids == six.token_ids and one.logprobs.logprobs == six.logprobs.logprobs

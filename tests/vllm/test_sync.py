@@ -108,7 +108,7 @@ def test_a_sync_drops_the_prefix_cache(start_engine: Starter, monkeypatch: pytes
     moved(model, 0.05)
     assert worst(model, requests, synced(engine, model).generate(requests, logprobs=True)) < 1e-4
     moved(model, 0.05)
-    monkeypatch.setattr(internals, "reset_prefix_cache", lambda _: None)
+    monkeypatch.setattr(internals, "reset_caches", lambda _: None)
     assert worst(model, requests, synced(engine, model).generate(requests, logprobs=True)) > 1e-2, "it should be stale"
     monkeypatch.undo()
     assert worst(model, requests, synced(engine, model).generate(requests, logprobs=True)) < 1e-4

@@ -57,6 +57,9 @@ NAMES = {
     "entrypoints/scale_out/token_in_token_out/protocol.py": (
         "GenerateLogProbsContent.top_logprobs",
         "GenerateRequest.model",
+        "GenerateRequest.content_parts",
+        "GenerateRequest.return_token_ids",
+        "GenerateResponseBase.prompt_token_ids",
         "GenerateResponseBase.model",
     ),
     "entrypoints/rl/online/api_router.py": ("pause_generation(mode, clear_cache)",),
@@ -76,6 +79,7 @@ NAMES = {
         "LayerReloadingInfo.loaded_weights",
         "LayerReloadingInfo.load_numel",
     ),
+    "multimodal/processing/context.py": ("cached_processor_from_config",),
     "outputs.py": (
         "CompletionOutput.token_ids",
         "CompletionOutput.logprobs",
@@ -101,6 +105,7 @@ NAMES = {
         "LLMEngine.abort_request(request_ids, internal)",
         "LLMEngine.add_lora(lora_request)",
         "LLMEngine.remove_lora(lora_id)",
+        "LLMEngine.reset_encoder_cache()",
     ),
     "v1/engine/logprobs.py": (
         "FlatLogprobs",
@@ -121,6 +126,7 @@ ROUTES = {
     "/health": "entrypoints/serve/instrumentator/health.py",
     "/inference/v1/generate": "entrypoints/scale_out/token_in_token_out/api_router.py",
     "/pause": "entrypoints/rl/online/api_router.py",
+    "/reset_encoder_cache": "entrypoints/serve/dev/cache/api_router.py",
     "/reset_prefix_cache": "entrypoints/serve/dev/cache/api_router.py",
     "/resume": "entrypoints/rl/online/api_router.py",
     "/update_weight_version": "entrypoints/rl/online/api_router.py",

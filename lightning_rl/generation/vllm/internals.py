@@ -111,8 +111,10 @@ def _leave_alone(*_: Any, **__: Any) -> None:
 SHARED = SharedState()
 
 
-def configuration_folder(config: PretrainedConfig) -> Path:
+def configuration_folder(config: PretrainedConfig, processor: Any = None) -> Path:
     """Write a configuration to a folder in vLLM's cache that is named by its content, and return the folder.
+
+    ``processor`` of pictures is written as well; None for a model of text.
 
     The path is part of the name under which vLLM looks for compiled code. Processes with one configuration share it.
     """
@@ -121,6 +123,8 @@ def configuration_folder(config: PretrainedConfig) -> Path:
     with tempfile.TemporaryDirectory(dir=cache) as part:
         folder, digest = Path(part) / "new", sha256()
         config.save_pretrained(folder)
+        if processor is not None:
+            processor.save_pretrained(folder)
         flush(folder)
         for file in files_of(folder):
             digest.update(f"{file.name}\n".encode() + file.read_bytes())
@@ -131,6 +135,28 @@ def configuration_folder(config: PretrainedConfig) -> Path:
             if not target.exists():  # else a process has written it before
                 raise
     return target
+
+
+PROCESSORS: dict[str, Any] = {}  # by the folder of a configuration
+
+
+def use_processor(folder: str, processor: Any) -> None:
+    """Make vLLM read pictures with a processor; from its files it would build one of another backend.
+
+    Args:
+        folder: Path of the configuration.
+        processor: Processor of transformers that nothing else calls.
+    """
+    context: Any = import_module("vllm.multimodal.processing.context")
+    PROCESSORS[folder], build = processor, context.cached_processor_from_config
+    if hasattr(build, "__wrapped__"):
+        return
+
+    @wraps(build)
+    def find(config: Any, *arguments: Any, **options: Any) -> Any:
+        return PROCESSORS.get(config.model) or build(config, *arguments, **options)
+
+    context.cached_processor_from_config = find
 
 
 def map_before_free() -> None:
@@ -310,9 +336,11 @@ def plan_of(config: Any, model: Any) -> WeightPlan:
             shape = tuple(tensor.shape)
             if hasattr(module, "org_vocab_size"):  # padded rows
                 shape = (module.org_vocab_size, *shape[1:])
-            shapes[f"{path.removesuffix('.base_layer')}.{name}"] = shape  # a layer that may have an adapter
+            place = path.removesuffix(".base_layer")  # a layer that may have an adapter
+            shapes[f"{place}.{name}".removeprefix(".")] = shape
     whole = config.parallel_config.tensor_parallel_size == 1
-    return WeightPlan(shapes, partial(_target_of, model, {*shapes, *buffers}), buffers, whole=whole)
+    towers = () if (parts := getattr(model, "get_mm_mapping", None)) is None else tuple(parts().tower_model)
+    return WeightPlan(shapes, partial(_target_of, model, {*shapes, *buffers}), buffers, towers, whole=whole)
 
 
 def _target_of(model: Any, tensors: Collection[str], name: str) -> tuple[str, int] | None:
@@ -385,14 +413,15 @@ def without_load_warnings(classes: Collection[str]) -> Iterator[None]:
         logger.removeFilter(keep)
 
 
-def reset_prefix_cache(llm: Any) -> None:
-    """Drop blocks that were computed with older weights.
+def reset_caches(llm: Any) -> None:
+    """Drop the blocks and the features of pictures that were computed with older weights.
 
     Raises:
         RuntimeError: If vLLM refuses because a request holds a block.
     """
     if not llm.reset_prefix_cache():
         raise RuntimeError("expected an idle engine, whose prefix cache can be reset, got running requests")
+    llm.llm_engine.reset_encoder_cache()
 
 
 def recover(config: Any, model: nn.Module) -> None:

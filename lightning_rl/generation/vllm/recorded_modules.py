@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_rl.generation.vllm.internals import outer_name, reset_prefix_cache
+from lightning_rl.generation.vllm.internals import outer_name, reset_caches
 from lightning_rl.policy.module_values import ModuleValues, TokenPosition, record_modules
 
 
@@ -22,7 +22,7 @@ def record_vllm_modules(llm: Any) -> AbstractContextManager[ModuleValues]:
     embedding = import_module("vllm.model_executor.layers.vocab_parallel_embedding").VocabParallelEmbedding
     scaled = any(name.endswith("normalizer") for name, _ in model.named_buffers())  # Gemma scales outside of it
     requests = list[int]()  # numbers, which vLLM counts up
-    reset_prefix_cache(llm)  # tokens in it pass no module
+    reset_caches(llm)  # tokens in it pass no module
 
     def positions(kwargs: Mapping[str, Any]) -> list[TokenPosition]:
         batch, numbered = runner.input_batch, kwargs["positions"].tolist()

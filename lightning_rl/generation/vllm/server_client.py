@@ -16,6 +16,7 @@ from lightning_rl.generation.vllm.vllm_version import check_version
 from lightning_rl.generation.vllm.worker_extension import WorkerDescription
 from lightning_rl.generation.weights.weight_stream import Shape
 from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS
+from lightning_rl.samples import Media
 from lightning_rl.utils.http import LOOP, Client, Refused, Unanswered, quote
 
 PROBE = 30.0  # seconds for a call that returns at once
@@ -66,6 +67,7 @@ class Sample:
     stop_reason: str | int | None  # stop string or id
     labels: tuple[Label, ...]  # of the weights of each token
     token_extras: Mapping[str, Tensor]  # likeliest tokens; empty if not requested
+    prompt_ids: tuple[int, ...]  # as vLLM read them, with as many placeholders as pictures need
 
 
 class ServerClient(Client):
@@ -177,6 +179,7 @@ class ServerClient(Client):
                 reset = answer["success"]
             if reset is not True:
                 raise RuntimeError(f"expected {self.url} to drop its prefix cache, but it did not")
+            self._post("/reset_encoder_cache")  # features of pictures
             self._post("/update_weight_version", {"new_version": str(label)})
         finally:
             self._post("/resume")
@@ -215,9 +218,17 @@ class ServerClient(Client):
         """Call :meth:`draw` and wait for its result."""
         return LOOP.run(self.draw(name, ids, parameters))
 
-    async def draw(self, name: str, ids: Sequence[int], parameters: Mapping[str, Any]) -> Sample:
+    async def draw(
+        self, name: str, ids: Sequence[int], parameters: Mapping[str, Any], media: Media | None = None
+    ) -> Sample:
         """Return the response to a request with a new name, under vLLM's sampling parameters."""
         body, adapter = {"request_id": name, "token_ids": list(ids), "sampling_params": dict(parameters)}, self.adapter
+        if media is not None:
+            body |= {
+                "token_ids": list(media.engine_ids),
+                "content_parts": [{"type": "image_url", "url": url} for url in media.data_urls],
+                "return_token_ids": True,
+            }
         if adapter is not None:
             body["model"] = str(adapter)
         answer = await self.request("POST", "/inference/v1/generate", body, timeout=self.timeout)
@@ -250,6 +261,7 @@ class ServerClient(Client):
                 stop_reason=choice["stop_reason"],
                 labels=labels,
                 token_extras=extras,
+                prompt_ids=tuple(ids if media is None else answer["prompt_token_ids"]),
             )
 
     @contextmanager

@@ -31,11 +31,13 @@ from lightning_rl.generation.vllm.server_client import ServerClient
 from lightning_rl.generation.vllm.server_pool import ServerPool
 from lightning_rl.generation.vllm.storage import delete_leftovers
 from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of
+from lightning_rl.generation.vllm.vllm_weights import VLLMWeights
 from lightning_rl.generation.vllm.weight_push import Proof, WeightPush
 from lightning_rl.generation.weights import weight_stream
 from lightning_rl.generation.weights.canary import Canary, canary_of
-from lightning_rl.policy.text_model import check_text_only
-from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS
+from lightning_rl.policy.media import placeholders_of
+from lightning_rl.policy.processor import processor_of
+from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS, FinishReason
 from lightning_rl.samples import Completion, Request
 from lightning_rl.utils.arguments import check_counts, check_numbers
 from lightning_rl.utils.http import read_url
@@ -82,6 +84,7 @@ class VLLMServerEngine(Engine):
         extras=frozenset((TOP_IDS, TOP_LOGPROBS)),
         syncs_while_generating=True,
         concurrent=True,
+        pictures=True,
     )
     holds_copy = True
 
@@ -113,7 +116,8 @@ class VLLMServerEngine(Engine):
         self.canary = canary_of(canary)
         self._pool: ServerPool | None = None
         self._broadcast: Broadcast | None = None
-        self._adapter: Adapter | None = None
+        self._outgoing: VLLMWeights | None = None
+        self._placeholders: list[int] = []  # token ids that stand for pictures
 
     def _check_url(self, url: str) -> None:
         if read_url(url).hostname not in LOOPBACK and self.storage is None:
@@ -135,19 +139,18 @@ class VLLMServerEngine(Engine):
 
         Raises:
             EngineError: If none is ready, or listed, within the patience.
-            ValueError: If the model is multimodal or trains more than an adapter that is to be sent alone, or a server
-                does not suit the run; if the list may change, only if all are unsuitable.
+            ValueError: If the model is multimodal without a processor of pictures, or trains more than an adapter that
+                is to be sent alone, or a server does not suit the run; if the list may change, only if all are
+                unsuitable.
         """
         if self._pool is not None:
             raise RuntimeError("expected an engine that is not started, got a started one: call close() first")
-        check_text_only(model, "VLLMServerEngine")
-        self._adapter = Adapter(model) if self.lora == "adapter" else None
+        self._outgoing = VLLMWeights(model, lora=self.lora, pictures=processor_of(tokenizer) is not None)
         rank = dist.get_rank() if process_count() > 1 else 0
         with failing_together("a list of servers", EngineError):
             urls = self._list.wait(self.patience)
         run, storage = process_objects((token_hex(4), str(Path(self.storage or tempfile.gettempdir()).resolve())))[0]
-        self._aliases, self._scales = weight_stream.aliases_of(model), weight_stream.adapter_scales(model)
-        self._exact = frozenset(name for name, _ in weight_stream.persistent_buffers(model))
+        self._placeholders = placeholders_of(model.config)
         push = WeightPush(
             run,
             Path(storage),
@@ -183,18 +186,23 @@ class VLLMServerEngine(Engine):
     def expect(self, weights: weight_stream.Weights) -> None:
         """Compare names and shapes with those of every server; servers that join later are compared then."""
         pool, tensors, device = self._running(), list[Specification](), torch.device("cpu")
-        for name, weight in self._outgoing(weights):
-            dtype = self.dtype if weight.is_floating_point() and name not in self._exact else weight.dtype
+        for name, weight in self._stream(weights):
+            dtype = self.dtype if weight.is_floating_point() and name not in self._stream.exact else weight.dtype
             tensors.append((name, tuple(weight.shape), str(dtype).removeprefix("torch.")))
             device = weight.device
         pool.compare([(name, shape) for name, shape, _ in tensors])
         if self.transfer == "broadcast" and pool.push.writes:
             self._broadcast = Broadcast(pool, tensors, device)
 
-    def _outgoing(self, weights: weight_stream.Weights) -> weight_stream.Weights:
-        adapter = self._adapter
-        whole = weight_stream.merge_stream(weights, self._scales) if adapter is None else adapter.split(weights)
-        return weight_stream.add_aliases(whole, self._aliases)
+    @property
+    def _stream(self) -> VLLMWeights:
+        if self._outgoing is None:
+            raise RuntimeError("expected a started engine, got one that is not: call start() first")
+        return self._outgoing
+
+    @property
+    def _adapter(self) -> Adapter | None:
+        return None if self._outgoing is None else self._outgoing.adapter
 
     def _running(self) -> ServerPool:
         if self._pool is None:
@@ -214,7 +222,7 @@ class VLLMServerEngine(Engine):
         with failing_together("a push of the weights", EngineError):
             try:
                 if push.writes:
-                    self._bring(weight_stream.verify(self._outgoing(rest), dict(push.sent)), version)
+                    self._bring(weight_stream.verify(self._stream(rest), dict(push.sent)), version)
                     pool.update()
             finally:
                 deque(rest, maxlen=0)
@@ -239,7 +247,7 @@ class VLLMServerEngine(Engine):
         elif broadcast is not None:
             push.send(partial(broadcast.send, weights), push.base or label)
         else:
-            copies = weight_stream.copies(weights, self.dtype, torch.device("cpu"), self._exact)
+            copies = weight_stream.copies(weights, self.dtype, torch.device("cpu"), self._stream.exact)
             push.write(copies, push.base or label)
         if adapter is not None:
             push.write_adapter(lambda path: adapter.save(path, self.dtype), label)
@@ -297,22 +305,33 @@ class VLLMServerEngine(Engine):
             max_length=push.description.max_length,
             vocabulary=push.description.vocabulary,
             has_tokenizer=push.has_tokenizer,
+            placeholders=self._placeholders,
         )
 
     async def _complete(self, request: Request, seat: Seat, oldest: int, *, logprobs: bool) -> Completion:
         """Return the completion of a request, from weights of push ``oldest`` or later."""
         parameters, name = parameters_of(request, logprobs=logprobs), f"{request.sample_id}-{request.turn}"
+        limits = self._limits()
         if TOP_IDS in self.extras:
-            vocabulary = self._limits().vocabulary
+            vocabulary = limits.vocabulary
             parameters["logprobs"] = min(self.top_logprobs or vocabulary, vocabulary)
         sample = await self._running().ask(
-            request.prefix_ids, parameters, name=name, oldest=oldest, seat=seat, priority=request.rollout
+            request.prefix_ids,
+            parameters,
+            name=name,
+            oldest=oldest,
+            seat=seat,
+            priority=request.rollout,
+            media=request.media,
         )
+        reads = limits.reads(request, sample.prompt_ids)
         versions = tuple(label.version for label in sample.labels)
         return Completion(
             token_ids=sample.token_ids,
             logprobs=sample.logprobs,
-            finish=finish_of(request, sample.token_ids, sample.finish_reason, sample.stop_reason),
+            finish=finish_of(request, sample.token_ids, sample.finish_reason, sample.stop_reason)
+            if reads
+            else FinishReason.ABORT,
             version=versions[0],
             versions=None if len(set(versions)) == 1 else versions,
             token_extras=sample.token_extras,

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_rl.distributed import process_count
-from lightning_rl.generation.engine import Capabilities, Engine, EngineError, Exchange
+from lightning_rl.generation.engine import Capabilities, Engine, Exchange
 from lightning_rl.generation.vllm import internals
 from lightning_rl.generation.vllm.lora_adapter import Adapter
 from lightning_rl.generation.vllm.output_extras import (
@@ -32,15 +32,19 @@ from lightning_rl.generation.vllm.output_extras import (
     options_for,
 )
 from lightning_rl.generation.vllm.recorded_modules import record_vllm_modules
-from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of
+from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of, prompt_of
 from lightning_rl.generation.vllm.vllm_version import load_vllm, set_batch_invariance
+from lightning_rl.generation.vllm.vllm_weights import VLLMWeights
 from lightning_rl.generation.weights import weight_stream
 from lightning_rl.generation.weights.canary import Canary, canary_of
 from lightning_rl.policy.context_window import context_window, depends_on_batch
+from lightning_rl.policy.media import placeholders_of
 from lightning_rl.policy.memory import GIB, EngineRoom
 from lightning_rl.policy.model import carries_state
 from lightning_rl.policy.module_values import ModuleValues
-from lightning_rl.policy.text_model import check_text_only
+from lightning_rl.policy.processor import processor_of
+from lightning_rl.policy.text_model import has_towers
+from lightning_rl.rollout import FinishReason
 from lightning_rl.samples import Completion, Request
 from lightning_rl.utils.arguments import check_bools, check_counts, check_numbers
 
@@ -122,7 +126,7 @@ class VLLMEngine(Engine):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._extras: OutputExtras | None = None
         self.lora = lora
-        self._adapter: Adapter | None = None
+        self._outgoing: VLLMWeights | None = None
         self._base_loaded = False  # used with an adapter
         self._asleep: set[str] = set()
         self._constants: list[tuple[Tensor, Tensor]] = []  # of the sleeping model, with their values in main memory
@@ -141,6 +145,7 @@ class VLLMEngine(Engine):
             sleeps=torch.cuda.is_available() if self.sleeps is None else self.sleeps,
             generates_ahead=not torch.cuda.is_available(),  # else its kernels wait for the trainer's
             collective=self._tensor_parallel > 1,
+            pictures=True,
         )
 
     @property
@@ -189,10 +194,8 @@ class VLLMEngine(Engine):
 
         Raises:
             ImportError: If vLLM is missing or its version is not supported.
-            ValueError: If vLLM would use another GPU than the trainer, the model is multimodal, or
-                ``batch_invariant`` is not supported.
+            ValueError: If vLLM would use another GPU than the trainer, or ``batch_invariant`` is not supported.
         """
-        check_text_only(model, "VLLMEngine")
         if self.batch_invariant:
             set_batch_invariance()
         check_device(device, self._executor)
@@ -220,9 +223,15 @@ class VLLMEngine(Engine):
         config.architectures = config.architectures or [type(model).__name__]
         config.head_dtype = HEAD_DTYPE
         config.name_or_path = ""
-        self._adapter = Adapter(model) if self.lora == "adapter" else None
+        pictures = processor_of(tokenizer)
+        self._outgoing = VLLMWeights(model, lora=self.lora, pictures=pictures is not None)
         options = {**self._llm_options(model), "skip_tokenizer_init": tokenizer is None}
-        if tokenizer is not None:
+        processor = None if pictures is None else deepcopy(pictures.processor)
+        if processor is not None:  # no norm of pixels in the model, whose constants are random with dummy weights
+            options["mm_device_do_normalize"] = False
+        elif has_towers(model.config):
+            options["language_model_only"] = True
+        if tokenizer is not None and processor is None:  # else it is beside the configuration
             tokenizer.save_pretrained(self._folder.name)
             options["tokenizer"] = self._folder.name
         with internals.preserving_process(device):
@@ -232,8 +241,11 @@ class VLLMEngine(Engine):
             internals.append_one_float()
             internals.SHARED.enter()
             try:
+                folder = str(internals.configuration_folder(config, processor))
+                if processor is not None:
+                    internals.use_processor(folder, processor)
                 with internals.SHARED.freeing_workspaces():
-                    self._llm = self._vllm.LLM(**options, model=str(internals.configuration_folder(config)))
+                    self._llm = self._vllm.LLM(**options, model=folder)
             except BaseException:
                 internals.SHARED.leave()
                 raise
@@ -241,11 +253,14 @@ class VLLMEngine(Engine):
         served = self._llm.llm_engine.model_config
         self.max_length = int(served.max_model_len)
         vocabulary = int(served.get_vocab_size())
-        self._limits = Limits(max_length=self.max_length, vocabulary=vocabulary, has_tokenizer=tokenizer is not None)
+        self._limits = Limits(
+            max_length=self.max_length,
+            vocabulary=vocabulary,
+            has_tokenizer=tokenizer is not None,
+            placeholders=placeholders_of(model.config),
+        )
         if tokenizer is not None:  # vLLM would choose a class by the type of the model
             self._llm.llm_engine.output_processor.tokenizer = tokenizer
-        self._aliases, self._scales = weight_stream.aliases_of(model), weight_stream.adapter_scales(model)
-        self._exact = frozenset(name for name, _ in weight_stream.persistent_buffers(model))
         (self._plan,) = self._llm.apply_model(partial(internals.plan_of, self._llm.llm_engine.vllm_config))
         (self._model,) = self._llm.apply_model(lambda model: model)
         extras = self._llm, self.extras, vocabulary, self.top_logprobs
@@ -267,33 +282,26 @@ class VLLMEngine(Engine):
         if self._executor is not None:
             options["distributed_executor_backend"] = self._executor
         check_max_logprobs(self.options, self.extras, self.top_logprobs)
-        options |= options_for(self.extras, self.top_logprobs) | (
-            self._adapter.options if self._adapter is not None else {}
-        )
+        options |= options_for(self.extras, self.top_logprobs)
+        options |= {} if self._adapter is None else self._adapter.options
         return {**options, **self.options, **FIXED}
 
     @override
     def expect(self, weights: weight_stream.Weights) -> None:
-        self._plan.compare([(name, tuple(weight.shape)) for name, weight in self._outgoing(weights)])
-
-    def _outgoing(self, weights: weight_stream.Weights) -> weight_stream.Weights:
-        whole = (
-            weight_stream.merge_stream(weights, self._scales) if self._adapter is None else self._adapter.split(weights)
-        )
-        return weight_stream.add_aliases(whole, self._aliases)
+        self._plan.compare([(name, tuple(weight.shape)) for name, weight in self._stream(weights)])
 
     @override
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def load_stream(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Stream the weights into vLLM; even after a failure read the whole stream, which other ranks gather too."""
-        rest, device = iter(weights), next(self._model.parameters()).device
-        outgoing = weight_stream.verify(self._outgoing(rest), self._plan.expected)
+        rest, device, sent = iter(weights), next(self._model.parameters()).device, self._stream
+        outgoing = weight_stream.verify(sent(rest), self._plan.expected)
         try:
             if self._base_loaded:
                 deque(outgoing, maxlen=0)
             else:
-                internals.reload(self._llm, weight_stream.copies(outgoing, self.dtype, device, self._exact))
+                internals.reload(self._llm, weight_stream.copies(outgoing, self.dtype, device, sent.exact))
         except Exception:
             deque(rest, maxlen=0)
             if not self._base_loaded:
@@ -303,7 +311,7 @@ class VLLMEngine(Engine):
             self._adapter.load(self._llm, Path(self._folder.name), self.dtype)
             self._base_loaded = True
         self._wake("kv_cache")
-        internals.reset_prefix_cache(self._llm)
+        internals.reset_caches(self._llm)
 
     @override
     def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
@@ -315,7 +323,7 @@ class VLLMEngine(Engine):
         if self._extras is not None:
             self._extras.clear()
         outputs = self._generate(
-            [request.prefix_ids for request in requests],
+            [prompt_of(request) for request in requests],
             [self._parameters(request, logprobs=logprobs) for request in requests],
         )
         completions = [
@@ -325,13 +333,12 @@ class VLLMEngine(Engine):
         return completions[first : first + number]
 
     def _completion(self, request: Request, output: Any, *, logprobs: bool) -> Completion:
-        """Return the completion of a finished request.
+        """Return the completion of a finished request, aborted if vLLM took a sampled placeholder for a picture.
 
         Raises:
             EngineError: If it answers another prompt.
         """
-        if tuple(output.prompt_token_ids or ()) != request.prefix_ids:
-            raise EngineError(f"expected vLLM to answer sample {request.sample_id}, got an answer to another prompt")
+        reads = self._limits.reads(request, output.prompt_token_ids or ())
         row = output.outputs[0]
         scores = torch.from_numpy(np.array(row.logprobs.logprobs, np.float32)) if logprobs else None
         if scores is not None and len(row.token_ids):
@@ -339,7 +346,9 @@ class VLLMEngine(Engine):
         return Completion(
             token_ids=tuple(row.token_ids),
             logprobs=scores,
-            finish=finish_of(request, row.token_ids, row.finish_reason, row.stop_reason),
+            finish=finish_of(request, row.token_ids, row.finish_reason, row.stop_reason)
+            if reads
+            else FinishReason.ABORT,
             version=self.version,
             sample_id=request.sample_id,
             **({} if self._extras is None else self._extras.of(output)),
@@ -379,7 +388,7 @@ class VLLMEngine(Engine):
             self._limits.check(request)
         parameters = [self._parameters(request, logprobs=logprobs) for request in requests]
         names = self._llm.enqueue(
-            [{"prompt_token_ids": list(request.prefix_ids)} for request in requests],
+            [prompt_of(request) for request in requests],
             parameters,
             use_tqdm=False,
             lora_request=self._lora_request,
@@ -387,6 +396,16 @@ class VLLMEngine(Engine):
         for request in requests:
             self.in_flight.add(request, self.version)
         return [internals.outer_name(name) for name in names]
+
+    @property
+    def _stream(self) -> VLLMWeights:
+        if self._outgoing is None:
+            raise RuntimeError("expected a started engine, got one that is not: call start() first")
+        return self._outgoing
+
+    @property
+    def _adapter(self) -> Adapter | None:
+        return None if self._outgoing is None else self._outgoing.adapter
 
     @property
     def _lora_request(self) -> Any:
@@ -434,10 +453,10 @@ class VLLMEngine(Engine):
     def _sampling_params(self, parameters: Mapping[str, Any]) -> Any:
         return self._vllm.SamplingParams(**(parameters if self._extras is None else self._extras.accept(parameters)))
 
-    def _generate(self, prompts: Sequence[Sequence[int]], parameters: Sequence[Any]) -> list[Any]:
+    def _generate(self, prompts: Sequence[Mapping[str, Any]], parameters: Sequence[Any]) -> list[Any]:
         with self._clean_engine():
             return self._llm.generate(
-                [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+                list(prompts),
                 list(parameters),
                 use_tqdm=False,
                 lora_request=self._lora_request,
@@ -445,7 +464,8 @@ class VLLMEngine(Engine):
 
     @override
     def score(self, rows: Sequence[Sequence[int]]) -> list[Float[Tensor, " L1"]]:
-        outputs = self._generate(rows, [self._sampling_params(SCORING)] * len(rows))
+        prompts = [{"prompt_token_ids": list(ids)} for ids in rows]
+        outputs = self._generate(prompts, [self._sampling_params(SCORING)] * len(rows))
         return [
             torch.tensor(
                 [entry[token].logprob for token, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True)]
@@ -495,7 +515,7 @@ class VLLMEngine(Engine):
     def close(self) -> None:
         """Free weights and KV cache without ending the trainer's process group."""
         super().close()
-        self._extras, self._adapter, self.dtype = None, None, self._dtype
+        self._extras, self._outgoing, self.dtype = None, None, self._dtype
         llm, self._llm, self._plan, self._model, self._asleep = self._llm, None, None, None, set()
         self._constants = []
         atexit.unregister(self.close)

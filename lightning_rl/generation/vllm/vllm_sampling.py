@@ -1,11 +1,13 @@
 """Sampling parameters and finish reasons of vLLM, in process and over HTTP."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_rl.generation.engine import EngineError
 from lightning_rl.rollout import FinishReason
 from lightning_rl.samples import Request
+from lightning_rl.samples.media import pillow_images
 
 COLDEST = 0.01  # vLLM silently raises a lower temperature above 0 to this
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
@@ -26,6 +28,7 @@ class Limits:
     max_length: int  # of prompt and response together
     vocabulary: int  # number of token ids
     has_tokenizer: bool  # can find stop strings
+    placeholders: Collection[int] = ()  # token ids that stand for pictures
 
     def check(self, request: Request) -> None:
         """Raise for a request that vLLM would truncate, change or fail at.
@@ -50,6 +53,42 @@ class Limits:
                 "expected a tokenizer, because stop strings need one: pass tokenizer= to the module, and the same to "
                 "every server"
             )
+
+    def reads(self, request: Request, prompt_ids: Sequence[int]) -> bool:
+        """Return True if vLLM read the request's prefix; False if it took a sampled placeholder for a picture.
+
+        Args:
+            request: Request.
+            prompt_ids: Token ids of the prompt as vLLM read it, with as many placeholders as pictures need.
+
+        Raises:
+            EngineError: If it read another prompt.
+        """
+        if tuple(prompt_ids) == request.prefix_ids:
+            return True
+        where, media = f"for sample {request.sample_id}", request.media
+        if media is None:
+            raise EngineError(f"expected vLLM to answer the prompt of the request, got another one {where}")
+        drawn = media.drawn.tolist()
+        if any(token in self.placeholders for token, own in zip(request.prefix_ids, drawn, strict=True) if own):
+            return False
+        numbers = [sum(token in self.placeholders for token in ids) for ids in (request.prefix_ids, prompt_ids)]
+        raise EngineError(
+            f"expected vLLM to write {numbers[0]} placeholders for {len(media.pictures)} pictures, as the trainer's "
+            f"processor, got {numbers[1]} in {len(prompt_ids)} tokens {where}: serve the model with the trainer's "
+            "processor, of the same files and versions"
+        )
+
+
+def prompt_of(request: Request) -> dict[str, Any]:
+    """Return the prompt of a request as vLLM takes it, with pictures, whose placeholders it repeats itself."""
+    media = request.media
+    if media is None:
+        return {"prompt_token_ids": list(request.prefix_ids)}
+    return {
+        "prompt_token_ids": list(media.engine_ids),
+        "multi_modal_data": {"image": pillow_images(media.pictures)},
+    }
 
 
 def parameters_of(request: Request, *, logprobs: bool) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Check after every sync that the engine has the trainer's weights, by comparing log-probabilities of a few tokens.
 
 Fixed random tokens are scored, and a few are sampled at the run's temperature, which tells a wrong temperature or
-filter from wrong weights. The limit of a difference is calibrated at the first sync, because rounding grows with the
-model, and is never above that of the first sync, which a precision has in any model. An optimizer step may change a
-value no more than rounding does, so a stale engine is found by comparing its own values bit for bit.
+filter from wrong weights; so are a few after a picture, if the run reads pictures. The limit of a difference is
+calibrated at the first sync, because rounding grows with the model, and is never above that of the first sync, which a
+precision has in any model. An optimizer step may change a value no more than rounding does, so a stale engine is found
+by comparing its own values bit for bit.
 """
 
 from collections import deque
@@ -20,7 +21,7 @@ from lightning_rl.generation.engine import Engine
 from lightning_rl.policy import PolicyModel, pack
 from lightning_rl.policy.expert_routes import count_experts, count_unvisited_experts
 from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS, Rollout
-from lightning_rl.samples import Request, SamplingParams
+from lightning_rl.samples import PROMPT, Prompt, Request, SamplingParams, Trajectory
 from lightning_rl.utils.arguments import check_counts
 
 SEED = 0  # seed of the fixed tokens
@@ -73,12 +74,15 @@ class Rounding(Enum):
 class Values:
     """Log-probabilities of one side, float64 on the CPU: fixed tokens [N], if they are scored, and drawn ones [M].
 
+    After them come those drawn after a picture [K], if the run reads pictures.
+
     Those of the trainer have the KL of the engine's likeliest tokens and the rest [M], if the engine records them, and
     the number of experts that no token visits, by router.
     """
 
     fixed: Tensor
     drawn: Tensor
+    pictured: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
     kl: Tensor | None = None
     unvisited: Mapping[str, int] = field(default_factory=dict)
 
@@ -93,6 +97,7 @@ class Measurement:
     version: int
     extras: Mapping[str, Tensor] = field(default_factory=dict)  # likeliest tokens before each drawn one, [rows, L, k]
     sleeps: bool = False  # the engine releases its memory between syncs
+    pictures: Rollout | None = None  # row that was drawn after a picture
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -115,9 +120,9 @@ class Comparison:
 class Canary:
     """Compare engine and trainer after a sync, and the engine with itself at earlier syncs.
 
-    The engine scores 64 tokens and samples 4 x 4, and the trainer runs two forwards over them; logged as
-    ``time/canary``. Where the engine records its likeliest tokens, their distributions are compared, too. Experts that
-    no token visits are a warning at the first sync.
+    The engine scores 64 tokens and samples 4 x 4, and the trainer runs two forwards over them, and one over 4 tokens
+    after a picture if the run reads pictures; logged as ``time/canary``. Where the engine records its likeliest tokens,
+    their distributions are compared, too. Experts that no token visits are a warning at the first sync.
 
     Args:
         tokens: Number of tokens that are scored, at most the context window.
@@ -140,8 +145,24 @@ class Canary:
         self._past: dict[str, deque[Comparison]] = {}
         self._first: float | None = None  # size of the differences at the first sync
 
-    def measure(self, engine: Engine, *, vocabulary: int, temperature: float, max_length: int) -> Measurement:
-        """Return the values of an engine that was just synced, at the run's temperature."""
+    def measure(
+        self,
+        engine: Engine,
+        *,
+        vocabulary: int,
+        temperature: float,
+        max_length: int,
+        picture: Prompt | None = None,
+    ) -> Measurement:
+        """Return the values of an engine that was just synced.
+
+        Args:
+            engine: Engine.
+            vocabulary: Number of token ids.
+            temperature: Temperature of the run.
+            max_length: Maximum length of prompt and response together.
+            picture: Prompt of a picture; None for a policy of text.
+        """
         ids = torch.randint(vocabulary, (self.tokens,), generator=torch.Generator().manual_seed(SEED)).tolist()
         row = tuple(ids[: max_length - 1])
         sampling = SamplingParams(temperature=temperature, max_new_tokens=DRAWN_TOKENS, eos_token_ids=())
@@ -149,12 +170,23 @@ class Canary:
             Request(prefix_ids=row[: number + 1], sample_id=-1 - number, seed=number, sampling=sampling)
             for number in range(min(DRAWN_ROWS, max_length - DRAWN_TOKENS))
         ]
-        completions = engine.generate(requests, logprobs=True)
-        drawn = torch.cat([cast(Tensor, completion.logprobs).double().cpu() for completion in completions])
+        shown = [] if picture is None or len(picture.token_ids) + DRAWN_TOKENS > max_length else [picture]
+        opened = [
+            Trajectory(
+                prompt=prompt, request=Request.of(prompt, sample_id=-1 - DRAWN_ROWS, seed=SEED, sampling=sampling)
+            )
+            for prompt in shown
+        ]
+        answers = engine.generate([*requests, *(each.request for each in opened)], logprobs=True)
+        completions, pictured = answers[: len(requests)], answers[len(requests) :]
+        drawn, after = (
+            torch.cat([torch.zeros(0), *(cast(Tensor, each.logprobs).cpu() for each in some)]).double()
+            for some in (completions, pictured)
+        )
         scores = engine.capabilities.scores
         fixed = engine.score_copies(row) if scores else {"": drawn[:0]}
         return Measurement(
-            {name: Values(logprobs.double().cpu(), drawn) for name, logprobs in fixed.items()},
+            {name: Values(logprobs.double().cpu(), drawn, after) for name, logprobs in fixed.items()},
             [(row[:1], row[1:])] if scores else [],
             [(r.prefix_ids, c.token_ids) for r, c in zip(requests, completions, strict=True)],
             engine.version,
@@ -163,6 +195,9 @@ class Canary:
                 for name in sorted({TOP_IDS, TOP_LOGPROBS} & engine.extras)
             },
             engine.capabilities.sleeps,
+            Rollout.of([each.extend(PROMPT, (), answer) for each, answer in zip(opened, pictured, strict=True)])
+            if opened
+            else None,
         )
 
     def judge(
@@ -191,14 +226,18 @@ class Canary:
         if not self._past and trainer.unvisited:
             warn_of_unvisited_experts(trainer.unvisited, self.tokens)
         for url, engine in measurement.values.items():
-            gap = torch.cat([(engine.fixed - trainer.fixed).abs(), (engine.drawn - trainer.drawn).abs()])
+            text = torch.cat([engine.fixed - trainer.fixed, engine.drawn - trainer.drawn]).abs()
+            gap = torch.cat([text, (engine.pictured - trainer.pictured).abs()])
             name = f"the engine at {url}" if url else "the engine"
             now = Comparison(name, engine, trainer, measurement.version, checksums)
             past = self._past.setdefault(url, deque(maxlen=REMEMBERED))
             self._check_movement(now, past, alone=len(measurement.values) == 1)
             if not self.within(gap, rounding):
                 advice = f"; {AFTER_SLEEP}" if measurement.sleeps and past else ""
-                raise CanaryError(self._diagnosis(now, past, gap, rounding) + advice)
+                only_pictures = len(engine.pictured) and self.within(text, rounding)
+                raise CanaryError(
+                    _of_pictures(now, gap) if only_pictures else self._diagnosis(now, past, gap, rounding) + advice
+                )
             if trainer.kl is not None and not self._explains_kl(trainer.kl, rounding):
                 raise CanaryError(
                     f"expected {now.name} to sample from the policy's distribution, and the log-probabilities of "
@@ -264,6 +303,14 @@ class Canary:
         return f"{expected}its log-probabilities are not the trainer's: {size}, where rounding explains {explained}"
 
 
+def _of_pictures(now: Comparison, gap: Tensor) -> str:
+    return (
+        f"expected {now.name} to read pictures as training does, and it agrees on text, but its log-probabilities "
+        f"after a picture differ by up to {float(gap.max()):.2g}: the weights of its towers, positions or "
+        "its processor are others; compare the versions of transformers and the files of the processor"
+    )
+
+
 def warn_of_unvisited_experts(experts: Mapping[str, int], tokens: int) -> None:
     """Warn of the experts that no token of the canary visits, given by router."""
     router, number = max(experts.items(), key=lambda item: item[1])
@@ -286,11 +333,15 @@ def trainer_values(policy: nn.Module, measurement: Measurement, *, packed: bool)
     inner = policy_in(policy)
     temperature = inner.temperature
 
-    def scores(rows: Sequence[Row], extras: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    def rollout_of(rows: Sequence[Row], extras: Mapping[str, Tensor]) -> Rollout | None:
         if not rows:
-            return torch.zeros(0, dtype=torch.float64), None
+            return None
         prompts, responses = zip(*rows, strict=True)
-        rollout = Rollout.of_samples(prompts, responses, groups=range(len(rows))).replace(token_extras=extras)
+        return Rollout.of_samples(prompts, responses, groups=range(len(rows))).replace(token_extras=extras)
+
+    def scores(rollout: Rollout | None) -> tuple[Tensor, Tensor | None]:
+        if rollout is None:
+            return torch.zeros(0, dtype=torch.float64), None
         outputs = policy(pack(rollout, packed=packed).to(inner.model.device))
         valid, kl = rollout.valid_tokens, outputs.rollout_kl
         return outputs.logprobs.double().cpu()[valid], None if kl is None else kl.double().cpu()[valid]
@@ -298,11 +349,12 @@ def trainer_values(policy: nn.Module, measurement: Measurement, *, packed: bool)
     with count_experts(inner.model) as counts:
         try:
             inner.temperature = 1.0
-            fixed, _ = scores(measurement.fixed, {})
+            fixed, _ = scores(rollout_of(measurement.fixed, {}))
         finally:
             inner.temperature = temperature
-        drawn, kl = scores(measurement.drawn, measurement.extras)
-    return Values(fixed, drawn, kl, count_unvisited_experts(counts))
+        drawn, kl = scores(rollout_of(measurement.drawn, measurement.extras))
+        pictured, _ = scores(measurement.pictures)
+    return Values(fixed, drawn, pictured, kl, count_unvisited_experts(counts))
 
 
 def policy_in(module: nn.Module) -> PolicyModel:

@@ -11,6 +11,7 @@ from lightning_rl.generation.engine import Engine, EngineError, EngineState
 from lightning_rl.generation.weights import canary
 from lightning_rl.generation.weights.weight_stream import Checksums, Weights
 from lightning_rl.policy.context_window import context_window
+from lightning_rl.policy.processor import PROBE, PictureProcessor
 
 
 def synchronize(
@@ -22,6 +23,7 @@ def synchronize(
     dtype: torch.dtype,
     packed: bool,
     context: Callable[[], AbstractContextManager[object]],
+    processor: PictureProcessor | None = None,
 ) -> tuple[float, float] | None:
     """Load the weights into the engine and check them with its canary. Every rank has to call it.
 
@@ -33,6 +35,7 @@ def synchronize(
         dtype: Dtype in which the trainer computes.
         packed: True to score without padding.
         context: Context manager around the canary, for time and precision.
+        processor: Processor of the policy's pictures; None for text.
 
     Returns:
         The largest and the mean difference that the canary measured, or None without one.
@@ -54,7 +57,11 @@ def synchronize(
     with context():
         with _failing_together(engine):
             measurement = proof.measure(
-                engine, vocabulary=text.vocab_size, temperature=inner.temperature, max_length=max_length
+                engine,
+                vocabulary=text.vocab_size,
+                temperature=inner.temperature,
+                max_length=max_length,
+                picture=None if processor is None else processor.prompt([PROBE]),
             )
         trainer = canary.trainer_values(policy, measurement, packed=packed)
         rounding = canary.rounding_between(engine, inner, dtype)

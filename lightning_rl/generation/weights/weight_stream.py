@@ -12,8 +12,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from lightning_rl.policy.lora import adapters_of
+from lightning_rl.policy.text_model import has_towers
 
 Weights = Iterable[tuple[str, Tensor]]
 Shape = tuple[int, ...]
@@ -23,7 +26,7 @@ def aliases_of(model: PreTrainedModel) -> dict[str, str]:
     """Return the names that share another parameter's tensor, and that parameter: alias to source."""
     inner = cast(Any, model)
     keys = getattr(inner, "all_tied_weights_keys", None) or {}
-    if not keys and model.config.get_text_config().tie_word_embeddings:
+    if not keys and getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         keys = inner._tied_weights_keys or {}  # noqa: SLF001
     return dict(keys)
 
@@ -35,6 +38,18 @@ def add_aliases(weights: Weights, aliases: Mapping[str, str]) -> Iterator[tuple[
         for alias, source in aliases.items():
             if source == name:
                 yield alias, weight
+
+
+def saved_name_in(model: PreTrainedModel) -> Callable[[str], str]:
+    """Return a function from the name of a parameter to the name that it has in files of a multimodal checkpoint.
+
+    Engines of text take the names of transformers, which are those of files.
+    """
+    if not has_towers(model.config):
+        return str
+    changes: Any = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
+    renamings: Any = [each.reverse_transform() for each in reversed(changes) if isinstance(each, WeightRenaming)]
+    return lambda name: rename_source_key(name, renamings, [], reverse=True)[0]
 
 
 def adapter_scales(model: nn.Module) -> dict[str, float]:
@@ -129,6 +144,7 @@ class WeightPlan:
     shapes: Mapping[str, Shape]  # of each tensor of the engine, by the engine's name
     target_of: Callable[[str], tuple[str, int] | None]  # sent name -> target tensor, number of parts it fills
     buffers: Container[str] = ()  # of the engine, which a stream may contain too
+    towers: tuple[str, ...] = ()  # beginnings of names, of whose layers the engine builds only those that it needs
     whole: bool = True  # False under tensor parallelism, where shapes differ
     expected: dict[str, Shape] = field(default_factory=dict)  # of every later stream, set by compare
 
@@ -145,6 +161,8 @@ class WeightPlan:
             if target[0] in self.buffers:
                 continue
             if target[0] not in self.shapes:
+                if target[0].startswith(self.towers):
+                    continue
                 raise ValueError(f"expected names of the engine's tensors, got {name} {list(shape)}")
             parts.setdefault(target[0], []).extend([(name, shape)] * target[1])
         for target, expected in self.shapes.items():

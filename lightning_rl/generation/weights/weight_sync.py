@@ -70,6 +70,7 @@ class WeightSync:
             dtype=self.parallel.compute_dtype(self.policy.model.dtype),
             packed=self.models.options.packing,
             context=self._canary_context,
+            processor=self.models.processor,
         )
 
     @contextmanager

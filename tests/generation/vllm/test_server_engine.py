@@ -151,10 +151,11 @@ def test_a_sync_sends_every_tensor_and_deletes_earlier_weights(tmp_path: Path) -
         for name, weight in model.state_dict().items():
             assert torch.equal(server.weights[name], weight.bfloat16())
         order = [call for call in server.calls if call.startswith(("/pause", "/resume", "/reset", "/update"))]
-        assert order[-5:] == [
+        assert order[-6:] == [
             "/pause?mode=keep&clear_cache=false",
             "/update_weight_version",
             "/reset_prefix_cache?reset_running_requests=true",
+            "/reset_encoder_cache",
             "/update_weight_version",
             "/resume",
         ]
