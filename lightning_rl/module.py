@@ -20,7 +20,14 @@ from typing_extensions import override
 from lightning_rl import setup_checks
 from lightning_rl.advantages import Estimator, RowFunction
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.checkpointing import FaultTolerance, LostCodeError, restore_module, write_pretrained
+from lightning_rl.checkpointing import (
+    KEPT,
+    FaultTolerance,
+    LostCodeError,
+    keep_arguments,
+    restore_module,
+    write_pretrained,
+)
 from lightning_rl.configuration import BESIDE
 from lightning_rl.corrections import LossView
 from lightning_rl.data import PromptDataModule, StepIndex, data_module_of, find_data_module
@@ -85,6 +92,7 @@ OWN_NAMES = {**dict.fromkeys({*Options.__slots__, "options"} - {"policy"}, ()), 
         **dict.fromkeys(("val_dataloader", "test_dataloader"), "pass validation= of PromptDataModule, or evaluation="),
         "predict_dataloader": "pass prompts to PromptDataModule",
     },
+    constructor=keep_arguments,
 )
 class RLLightningModule(LightningModule):
     """Trains a language model with reinforcement learning: one optimizer step per ``training_step``.
@@ -332,6 +340,8 @@ class RLLightningModule(LightningModule):
         if further := {name: value for name, value in saved.items() if name not in self.options}:
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = further  # the options are in the configuration
         self.run.save(checkpoint)
+        if KEPT in vars(self):
+            checkpoint["lightning_rl"][KEPT] = vars(self)[KEPT]
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -488,7 +498,8 @@ class RLLightningModule(LightningModule):
         del weights_only
         if hparams_file is not None:
             raise ValueError(f"expected hparams_file=None, got {hparams_file}: pass options as keyword arguments")
-        return restore_module(cls, checkpoint_path, map_location, kwargs, strict=strict is not False)
+        own = cls.__init__ is not RLLightningModule.__init__
+        return restore_module(cls, checkpoint_path, map_location, kwargs, strict=strict is not False, own=own)
 
     # Parts of a run.
 
