@@ -50,7 +50,7 @@ from lightning_rl.rewards import Rewards, RewardSource
 from lightning_rl.rollouts.ahead import remaining_steps
 from lightning_rl.run.memory_estimate import fit_memory
 from lightning_rl.run.prompts import encode_prompts
-from lightning_rl.run.run import Run
+from lightning_rl.run.run import Run, require_part
 from lightning_rl.run.step_metrics import StepMetrics
 from lightning_rl.run.training import finish_rollout, show_sample, take_step
 from lightning_rl.run.zero_gradient import StopOnZeroGradient
@@ -454,7 +454,7 @@ class RLLightningModule(LightningModule):
             raise LostCodeError(lost)
         if self.policy is None and self._trainer is None:
             self.policy, self.models.without_trainer = self.models.build_policy(), True
-        self.run.parallel, self.run.policy = self.parallel, self.required_policy
+        self.run.parallel, self.run.built_policy = self.parallel, self.required_policy
         return self.run.generate(prompts, samples=samples, sampling=sampling, temperature=temperature)
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -534,9 +534,7 @@ class RLLightningModule(LightningModule):
     @property
     def required_policy(self) -> PolicyModel:
         """Policy; raises RuntimeError if it has not been built."""
-        if self.policy is None:
-            raise RuntimeError("expected a policy, but configure_model has not run: fit or validate first")
-        return self.policy
+        return require_part(self.policy, "policy", "configure_model")
 
     @property
     @override

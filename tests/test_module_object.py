@@ -46,6 +46,17 @@ def test_an_attribute_by_the_name_of_an_option_or_of_the_run_is_refused(name: st
     assert module.mine == 2 and module.options.group_size != 2
 
 
+@pytest.mark.parametrize("part", ["policy", "collector", "weights", "trainer", "data"])
+def test_parts_of_a_run_that_a_stage_builds_are_asked_for_with_the_cure(part: str) -> None:
+    module, built = tiny_module(), "policy" if part in ("policy", "collector", "weights") else "Trainer"
+    with pytest.raises(
+        RuntimeError, match=rf"^expected a run with a {built}, .*: call fit, validate, test or predict of "
+    ):
+        getattr(module.run, part)
+    fit(module, limit_train_batches=1)
+    assert getattr(module.run, part) is not None
+
+
 @pytest.mark.parametrize("fits", [False, True])
 def test_a_copy_has_the_weights_and_trains_alone(fits: bool) -> None:
     module = tiny_module()
