@@ -60,7 +60,7 @@ from lightning_rl.signal.reductions import Reduction, SequenceSumNorm
 from lightning_rl.utils.arguments import refuse_other_names
 from lightning_rl.utils.inspection import refuse_inspection
 from lightning_rl.utils.library_hooks import LibraryHooks, check_overrides
-from lightning_rl.utils.renamed import RENAMED
+from lightning_rl.utils.renamed import MOVED, RENAMED
 from lightning_rl.utils.stop_iteration import refuse_stop_iteration
 from lightning_rl.utils.template_date import TODAY, now, writes_date
 from lightning_rl.utils.trainer import add_first, add_missing, disable_bar
@@ -574,6 +574,17 @@ class RLLightningModule(LightningModule):
             self.policy = self.models.build_policy()
             self.models.without_trainer = self.models.stepped = True
         return super().load_state_dict(state_dict, strict, assign)
+
+    @override
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
+        """Return a parameter, buffer or module; the error of an option, or of a former attribute, names its place."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            place = f"options.{name}" if name in Options.__slots__ else MOVED.get(name)
+            if place is None:
+                raise
+            raise AttributeError(f"expected module.{place}, got module.{name}: read it there") from None
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:

@@ -42,6 +42,7 @@ from lightning_rl.rollouts.progress import Progress
 from lightning_rl.rollouts.step_log import StepLog
 from lightning_rl.run_checks import check_run, needed_extras, run_names
 from lightning_rl.setup_checks import warn_of_broken_properties
+from lightning_rl.utils.renamed import Moved
 from lightning_rl.utils.seeding import seed_everything
 from lightning_rl.utils.template_date import TODAY, writes_date
 from lightning_rl.utils.trainer import callbacks_of, log_folder
@@ -102,6 +103,8 @@ class Run:
     optimizer: ConfiguredOptimizer | None = None
     loaded: Mapping[str, Any] | None = None
     changes: Sequence[Change] = ()
+
+    current, skipped = Moved("progress.current"), Moved("progress.skipped")
 
     @classmethod
     def of(cls, options: Options, device: torch.device) -> "Run":
