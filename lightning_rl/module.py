@@ -20,7 +20,14 @@ from typing_extensions import override
 from lightning_rl import setup_checks
 from lightning_rl.advantages import Estimator, RowFunction
 from lightning_rl.algorithm import Algorithm
-from lightning_rl.checkpointing import FaultTolerance, LostCodeError, restore_module, write_pretrained
+from lightning_rl.checkpointing import (
+    KEPT,
+    FaultTolerance,
+    LostCodeError,
+    keep_arguments,
+    restore_module,
+    write_pretrained,
+)
 from lightning_rl.configuration import BESIDE
 from lightning_rl.corrections import LossView
 from lightning_rl.data import PromptDataModule, StepIndex, data_module_of, find_data_module
@@ -43,7 +50,7 @@ from lightning_rl.rewards import Rewards, RewardSource
 from lightning_rl.rollouts.ahead import remaining_steps
 from lightning_rl.run.memory_estimate import fit_memory
 from lightning_rl.run.prompts import encode_prompts
-from lightning_rl.run.run import Run
+from lightning_rl.run.run import Run, require_part
 from lightning_rl.run.step_metrics import StepMetrics
 from lightning_rl.run.training import finish_rollout, show_sample, take_step
 from lightning_rl.run.zero_gradient import StopOnZeroGradient
@@ -53,7 +60,7 @@ from lightning_rl.signal.reductions import Reduction, SequenceSumNorm
 from lightning_rl.utils.arguments import refuse_other_names
 from lightning_rl.utils.inspection import refuse_inspection
 from lightning_rl.utils.library_hooks import LibraryHooks, check_overrides
-from lightning_rl.utils.renamed import RENAMED
+from lightning_rl.utils.renamed import MOVED, RENAMED
 from lightning_rl.utils.stop_iteration import refuse_stop_iteration
 from lightning_rl.utils.template_date import TODAY, now, writes_date
 from lightning_rl.utils.trainer import add_first, add_missing, disable_bar
@@ -85,6 +92,7 @@ OWN_NAMES = {**dict.fromkeys({*Options.__slots__, "options"} - {"policy"}, ()), 
         **dict.fromkeys(("val_dataloader", "test_dataloader"), "pass validation= of PromptDataModule, or evaluation="),
         "predict_dataloader": "pass prompts to PromptDataModule",
     },
+    constructor=keep_arguments,
 )
 class RLLightningModule(LightningModule):
     """Trains a language model with reinforcement learning: one optimizer step per ``training_step``.
@@ -332,6 +340,8 @@ class RLLightningModule(LightningModule):
         if further := {name: value for name, value in saved.items() if name not in self.options}:
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = further  # the options are in the configuration
         self.run.save(checkpoint)
+        if KEPT in vars(self):
+            checkpoint["lightning_rl"][KEPT] = vars(self)[KEPT]
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -444,7 +454,7 @@ class RLLightningModule(LightningModule):
             raise LostCodeError(lost)
         if self.policy is None and self._trainer is None:
             self.policy, self.models.without_trainer = self.models.build_policy(), True
-        self.run.parallel, self.run.policy = self.parallel, self.required_policy
+        self.run.parallel, self.run.built_policy = self.parallel, self.required_policy
         return self.run.generate(prompts, samples=samples, sampling=sampling, temperature=temperature)
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -488,7 +498,8 @@ class RLLightningModule(LightningModule):
         del weights_only
         if hparams_file is not None:
             raise ValueError(f"expected hparams_file=None, got {hparams_file}: pass options as keyword arguments")
-        return restore_module(cls, checkpoint_path, map_location, kwargs, strict=strict is not False)
+        own = cls.__init__ is not RLLightningModule.__init__
+        return restore_module(cls, checkpoint_path, map_location, kwargs, strict=strict is not False, own=own)
 
     # Parts of a run.
 
@@ -523,9 +534,7 @@ class RLLightningModule(LightningModule):
     @property
     def required_policy(self) -> PolicyModel:
         """Policy; raises RuntimeError if it has not been built."""
-        if self.policy is None:
-            raise RuntimeError("expected a policy, but configure_model has not run: fit or validate first")
-        return self.policy
+        return require_part(self.policy, "policy", "configure_model")
 
     @property
     @override
@@ -565,6 +574,17 @@ class RLLightningModule(LightningModule):
             self.policy = self.models.build_policy()
             self.models.without_trainer = self.models.stepped = True
         return super().load_state_dict(state_dict, strict, assign)
+
+    @override
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
+        """Return a parameter, buffer or module; the error of an option, or of a former attribute, names its place."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            place = f"options.{name}" if name in Options.__slots__ else MOVED.get(name)
+            if place is None:
+                raise
+            raise AttributeError(f"expected module.{place}, got module.{name}: read it there") from None
 
     @override
     def __setattr__(self, name: str, value: Any) -> None:

@@ -30,6 +30,7 @@ from lightning_rl.fields import (
 from lightning_rl.samples import FinishReason, Media, Segment, Trajectory
 from lightning_rl.samples.media import join_items
 from lightning_rl.utils.device import to_device
+from lightning_rl.utils.renamed import Moved
 
 RolloutT = TypeVar("RolloutT", bound="Rollout")
 Value = TypeVar("Value")
@@ -132,6 +133,8 @@ class Rollout:
     response_types: Mapping[str, Int[Tensor, "B T"]] = field(
         default_factory=dict, metadata=declare(TOKEN, is_argument=True)
     )
+
+    task_rewards = Moved("rewards_by_function")
 
     def __post_init__(self) -> None:
         """Freeze the dict fields and check every shape against B, P and T."""

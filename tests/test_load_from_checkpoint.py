@@ -2,8 +2,10 @@
 
 import pickle
 import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from kit.chats import read_calls
 from kit.conversations import Echo, Rewriting
 from kit.support import fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer, weights_of
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.optim import SGD
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_rl import (
@@ -133,6 +136,108 @@ def test_hyperparameters_of_a_subclass_come_back(
     module = kind(share=0.5, **AGAIN, sampling=SamplingParams(max_new_tokens=2))
     fit(module, limit_train_batches=1).save_checkpoint(tmp_path / "own.ckpt")
     assert kind.load_from_checkpoint(tmp_path / "own.ckpt", **AGAIN, **given).share == share
+
+
+def with_rate(rate: float, **options: Any) -> dict[str, Any]:
+    """Options of which a subclass builds one from an argument."""
+    return {**AGAIN, "sampling": SamplingParams(max_new_tokens=2), "optimizer": partial(SGD, lr=rate), **options}
+
+
+class Rated(RLLightningModule):
+    """Has an own argument beside the options."""
+
+    def __init__(self, rate: float = 0.5, **options: Any) -> None:
+        options.setdefault("group_size", 2)
+        super().__init__(**with_rate(rate, **options))
+
+
+class RatedAlone(RLLightningModule):
+    """Has no argument but its own."""
+
+    def __init__(self, rate: float, decay: Sequence[float] = ()) -> None:
+        super().__init__(**with_rate(rate))
+        self.decay = decay
+
+
+class RatedByPosition(RLLightningModule):
+    """Passes positional arguments on."""
+
+    def __init__(self, rate: float, *parts: Any, **options: Any) -> None:
+        super().__init__(*parts, optimizer=partial(SGD, lr=rate), sampling=SamplingParams(max_new_tokens=2), **options)
+
+
+class Doubled(Rated):
+    """Computes the argument of its base class."""
+
+    def __init__(self, half: float, **options: Any) -> None:
+        super().__init__(2 * half, **options)
+
+    @classmethod
+    def of(cls, half: float) -> "Doubled":
+        """Return a module by a factory."""
+        return cls(half)
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "rate"),
+    [
+        (lambda: Rated(rate=0.25), {}, 0.25),
+        (lambda: Rated(rate=0.25), {"rate": 0.125}, 0.125),
+        (lambda: Rated(0.25, **AGAIN), {**AGAIN, "rate": 0.125}, 0.125),
+        (lambda: RatedAlone(0.25, decay=(0.5, 0.75)), {}, 0.25),
+        (lambda: RatedAlone(0.25, decay=(0.5, 0.75)), {"rate": 0.125}, 0.125),
+        (lambda: RatedByPosition(0.25, tiny_policy, parity_reward, group_size=2), AGAIN, 0.25),
+        (lambda: RatedByPosition(0.25, tiny_policy, parity_reward, group_size=2), {**AGAIN, "rate": 0.125}, 0.125),
+        (lambda: Doubled(0.125), {}, 0.25),
+        (lambda: Doubled.of(0.125), {"half": 0.25}, 0.5),
+    ],
+)
+def test_arguments_of_a_subclass_come_back_and_those_that_are_passed_decide(
+    make: Callable[[], RLLightningModule], given: dict[str, Any], rate: float, tmp_path: Path
+) -> None:
+    module = make()
+    fit(module, limit_train_batches=1).save_checkpoint(tmp_path / "own.ckpt")
+    loaded = type(module).load_from_checkpoint(tmp_path / "own.ckpt", **given)
+    assert describe(loaded.options.optimizer) == describe(partial(SGD, lr=rate))
+    assert loaded.options.group_size == module.options.group_size
+    assert getattr(loaded, "decay", ()) == getattr(module, "decay", ())
+    assert equal(weights_of(loaded), weights_of(module))
+    assert RLLightningModule.load_from_checkpoint(tmp_path / "own.ckpt", **AGAIN).options.group_size in (2, 8)
+
+
+@pytest.mark.parametrize(
+    "value", [Path("a"), SimpleNamespace(rate=1), parity_reward, torch.zeros(2), ["planted.it", Path("a")]]
+)
+def test_arguments_of_a_subclass_that_are_no_plain_values_have_to_be_given_again(value: Any, tmp_path: Path) -> None:
+    fit(RatedAlone(0.25, value), limit_train_batches=1).save_checkpoint(tmp_path / "own.ckpt")
+    with pytest.raises(
+        ValueError, match=r"^expected decay= to be passed, because a checkpoint stores no code: decay was "
+    ):
+        RatedAlone.load_from_checkpoint(tmp_path / "own.ckpt")
+    assert RatedAlone.load_from_checkpoint(tmp_path / "own.ckpt", decay=value).decay is value
+
+
+@pytest.mark.parametrize("name", ["rate", "policy"])
+def test_a_dotted_name_in_the_arguments_of_a_subclass_is_not_imported(name: str, tmp_path: Path) -> None:
+    fit(Rated(0.25, **AGAIN), limit_train_batches=1).save_checkpoint(tmp_path / "own.ckpt")
+    checkpoint = torch.load(tmp_path / "own.ckpt", weights_only=True)
+    checkpoint["lightning_rl"]["constructor_arguments"][name] = "planted.it"
+    torch.save(checkpoint, tmp_path / "own.ckpt")
+    with pytest.raises(ValueError, match=rf"expected .*{name}= .*planted\.it"):
+        Rated.load_from_checkpoint(tmp_path / "own.ckpt")
+
+
+def test_hyperparameters_of_a_base_class_include_those_of_its_subclass() -> None:
+    class Base(RLLightningModule):
+        def __init__(self, share: float, **options: Any) -> None:
+            super().__init__(**with_rate(share), **options)
+            self.save_hyperparameters()
+
+    class Derived(Base):
+        def __init__(self, half: float) -> None:
+            super().__init__(share=2 * half)
+
+    assert (Derived(0.5).hparams.half, Derived(0.5).hparams.share) == (0.5, 1.0)
 
 
 def test_a_policy_by_path_and_its_tokenizer_need_nothing(tmp_path: Path) -> None:

@@ -2,15 +2,16 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit.support import a_trainer, differing, fit, tiny_module, tiny_tokenizer
+from kit.support import a_trainer, differing, fit, tiny_module, tiny_prompts, tiny_tokenizer
 from transformers import AutoTokenizer
 
-from lightning_rl import Evaluation, PromptDataModule
+from lightning_rl import Evaluation, PromptDataModule, Rollout
 from lightning_rl.cli.export import export
 
 
@@ -44,6 +45,46 @@ def test_an_attribute_by_the_name_of_an_option_or_of_the_run_is_refused(name: st
         setattr(module, name, 2)
     module.mine = 2
     assert module.mine == 2 and module.options.group_size != 2
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "place"),
+    [
+        (tiny_module, "engine", "module.options.engine"),
+        (tiny_module, "group_size", "module.options.group_size"),
+        (tiny_module, "sampler", "module.run.collector"),
+        (tiny_module, "evaluator", "module.run.evaluator"),
+        (lambda: tiny_module().run, "current", "progress.current"),
+        (tiny_prompts, "cursor", "position.cursor"),
+        (lambda: Rollout.of_samples([[2]], [[3]], groups=[0]), "task_rewards", "rewards_by_function"),
+    ],
+)
+def test_former_names_of_attributes_are_errors_with_the_place_of_today(
+    owner: Callable[[], object], name: str, place: str
+) -> None:
+    assert not hasattr(owner(), name)
+    with pytest.raises(AttributeError, match=rf"^expected {place}, got .*{name}"):
+        getattr(owner(), name)
+
+
+def test_attributes_and_submodules_by_former_names_belong_to_the_user() -> None:
+    module, data = tiny_module(), tiny_prompts()
+    module.sampler = torch.nn.Linear(1, 1)
+    data.cursor = 3  # pyrefly: ignore[read-only]
+    assert isinstance(module.sampler, torch.nn.Linear) and data.cursor == 3
+    with pytest.raises(AttributeError, match="has no attribute 'engines'"):
+        getattr(module, "engines")  # noqa: B009
+
+
+@pytest.mark.parametrize("part", ["policy", "collector", "weights", "trainer", "data"])
+def test_parts_of_a_run_that_a_stage_builds_are_asked_for_with_the_cure(part: str) -> None:
+    module, built = tiny_module(), "policy" if part in ("policy", "collector", "weights") else "Trainer"
+    with pytest.raises(
+        RuntimeError, match=rf"^expected a run with a {built}, .*: call fit, validate, test or predict of "
+    ):
+        getattr(module.run, part)
+    fit(module, limit_train_batches=1)
+    assert getattr(module.run, part) is not None
 
 
 @pytest.mark.parametrize("fits", [False, True])

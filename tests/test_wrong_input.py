@@ -468,7 +468,7 @@ RUNS: dict[str, Case] = {
     "complete-nothing": (lambda: tiny_module(tokenizer=tiny_tokenizer()).generate([]), "at least one prompt, got none"),
     "export-unbuilt": (
         lambda: tiny_module().save_pretrained("x"),
-        "expected a policy, but configure_model has not run",
+        "expected a run with a policy, got one before configure_model",
     ),
 }
 

@@ -5,7 +5,9 @@ from lightning_rl.checkpointing.checkpoint_folder import latest_checkpoint, new_
 from lightning_rl.checkpointing.fault_tolerance import INTERRUPTED, FaultTolerance
 from lightning_rl.checkpointing.optimizer_options import ConfiguredOptimizer, OptimizerChange
 from lightning_rl.checkpointing.pretrained import (
+    KEPT,
     LostCodeError,
+    keep_arguments,
     read_checkpoint,
     restore_module,
     restore_options,
@@ -15,12 +17,14 @@ from lightning_rl.checkpointing.resume import protect_resume
 
 __all__ = [
     "INTERRUPTED",
+    "KEPT",
     "AtomicCheckpointIO",
     "CheckpointError",
     "ConfiguredOptimizer",
     "FaultTolerance",
     "LostCodeError",
     "OptimizerChange",
+    "keep_arguments",
     "latest_checkpoint",
     "new_run",
     "protect_checkpoints",

@@ -1,8 +1,11 @@
 """Export: from a checkpoint to the arguments of a module, and from a policy to a Hugging Face folder."""
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import wraps
+from inspect import Parameter
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,12 +24,14 @@ from lightning_rl.policy.build import ModelSource, build_model
 from lightning_rl.policy.lora import base_model_of, merge_adapters
 from lightning_rl.policy.text_model import backbone_of
 from lightning_rl.rewards import Rewards
-from lightning_rl.serialization import ARGUMENTS, is_import_path, restore
+from lightning_rl.serialization import ARGUMENTS, CLASS, MAX_ITEMS, describe, is_import_path, path_of, restore
 from lightning_rl.utils.atomic_write import apply_umask
+from lightning_rl.utils.keys import is_secret
 
 OF_A_RUN = ("advantages", "engine", "environment", "evaluation", "loss", "lr_scheduler", "optimizer", "reduction")
 OF_A_RUN += ("reference", "rewards")  # options that an export does not need
 GROUPS: dict[str, Any] = {"rewards": Rewards, "critic": Critic, "environment": Conversations}
+KEPT = "constructor_arguments"  # attribute of a module of a subclass, and entry of its checkpoints
 
 
 class LostCodeError(ValueError):
@@ -69,8 +74,51 @@ def read_checkpoint(path: str | Path, map_location: Any = "cpu") -> dict[str, An
     return checkpoint
 
 
+def keep_arguments(constructor: Callable[..., None]) -> Callable[..., None]:
+    """Return the constructor of a subclass; the outermost call keeps a description of its arguments for checkpoints."""
+
+    @wraps(constructor)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        __class__ = object  # noqa: F841  Lightning's save_hyperparameters follows frames with these two names
+        if KEPT not in vars(self):
+            positional = _parameters_of(type(self), Parameter.VAR_POSITIONAL)
+            vars(self)[KEPT] = _describe_argument(dict(zip(positional, args, strict=False)) | kwargs)
+        constructor(self, *args, **kwargs)
+
+    return __init__
+
+
+def _describe_argument(value: Any) -> Any:
+    """Return a plain argument itself, and the description of another one; only its type if that changes the type."""
+    if type(value) in (list, tuple) and len(value) <= MAX_ITEMS:
+        parts = [_describe_argument(part) for part in value]
+        return value if all(map(operator.is_, parts, value)) else parts
+    if type(value) is dict:
+        return {name: _describe_argument(part) for name, part in value.items() if not is_secret(str(name), part)}
+    described = describe(value)
+    plain = type(value) is type(described) and (described == value or value != value)
+    return value if plain else described if isinstance(described, dict) else {CLASS: path_of(type(value))}
+
+
+def _parameters_of(kind: type, passed: int) -> list[str]:
+    """Return the names of the arguments of a constructor, and of those to which it passes others.
+
+    Args:
+        kind: Class of the constructor.
+        passed: ``VAR_KEYWORD`` for all arguments; ``VAR_POSITIONAL`` for those by position, in order.
+    """
+    names = list[str]()
+    for base in kind.__mro__:
+        parameters = inspect.signature(base).parameters.values()
+        before = [one for one in parameters if one.kind < passed and one.kind is not Parameter.VAR_POSITIONAL]
+        names += [one.name for one in before]
+        if all(one.kind is not passed for one in parameters):
+            break
+    return list(dict.fromkeys(names))
+
+
 def restore_module(
-    kind: type[LightningModule], path: Any, map_location: Any, arguments: Mapping[str, Any], *, strict: bool
+    kind: type[LightningModule], path: Any, map_location: Any, arguments: Mapping[str, Any], *, strict: bool, own: bool
 ) -> Any:
     """Return a module with the weights and options of a checkpoint.
 
@@ -82,28 +130,23 @@ def restore_module(
         map_location: Device to load the weights to.
         arguments: Constructor arguments that replace those of the run.
         strict: False to accept missing or unexpected weights.
+        own: True if the class has another constructor than the library; it gets the arguments of the saved module's.
     """
     checkpoint = read_checkpoint(path, map_location)
     described = checkpoint["lightning_rl"].get("configuration", {}).get("module", {})
-    options, lost = restore_options(described, arguments)
+    names = {*_parameters_of(kind, Parameter.VAR_KEYWORD)}
+    if own and KEPT in checkpoint["lightning_rl"]:
+        described = checkpoint["lightning_rl"][KEPT]
+        names &= described.keys()
+    saved = checkpoint.get(kind.CHECKPOINT_HYPER_PARAMS_KEY, {})
+    given = {name: value for name, value in saved.items() if name in names} | dict(arguments)
+    options, lost = restore_options({name: described[name] for name in described if name in names}, given)
     if "rewards" in lost:
         options["rewards"] = _no_rewards
-    module: Any = kind(**_further_options(kind, checkpoint) | options)
+    module: Any = kind(**options)
     module.lost_code = lost
     module.load_state_dict(checkpoint["state_dict"], strict=strict)
     return module
-
-
-def _further_options(kind: type[LightningModule], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters that a subclass saved and that its constructor, or one it passes them to, takes."""
-    names = set[str]()
-    for one in kind.__mro__:
-        parameters = inspect.signature(one).parameters.values()
-        names |= {parameter.name for parameter in parameters}
-        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
-            break
-    saved = checkpoint.get(kind.CHECKPOINT_HYPER_PARAMS_KEY, {})
-    return {name: value for name, value in saved.items() if name in names}
 
 
 def _no_rewards(prompts: Sequence[Any], **_: Any) -> list[None]:
@@ -139,7 +182,8 @@ def restore_options(
             options |= _restore_all({name: description}, lost)
         elif (kind := GROUPS.get(name)) is not None and not isinstance(options[name], kind | None):
             group, source = dict(_group(description)), fields(kind)[0].name
-            group.pop(source, None)
+            if group.pop(source, None) is None:
+                continue
             options[name] = kind(options[name], **_restore_all(group, lost, f"{name}."))
     if needed := {name: what for name, what in lost.items() if name not in OF_A_RUN}:
         raise LostCodeError(needed)

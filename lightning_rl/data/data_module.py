@@ -24,6 +24,7 @@ from lightning_rl.samples import Prompt
 from lightning_rl.utils.arguments import check_bools, check_counts, refuse_other_names
 from lightning_rl.utils.library_hooks import LibraryHooks, check_overrides
 from lightning_rl.utils.naming import in_words
+from lightning_rl.utils.renamed import Moved
 
 
 class SteppingModule(Protocol):
@@ -88,6 +89,8 @@ class PromptDataModule(LightningDataModule):
     Raises:
         ValueError: If an option is wrong, a row cannot be read, or there are fewer prompts than a rollout needs.
     """
+
+    cursor = Moved("position.cursor")
 
     @refuse_other_names("PromptDataModule")
     def __init__(

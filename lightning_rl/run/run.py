@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import TrainerState
@@ -42,10 +42,12 @@ from lightning_rl.rollouts.progress import Progress
 from lightning_rl.rollouts.step_log import StepLog
 from lightning_rl.run_checks import check_run, needed_extras, run_names
 from lightning_rl.setup_checks import warn_of_broken_properties
+from lightning_rl.utils.renamed import Moved
 from lightning_rl.utils.seeding import seed_everything
 from lightning_rl.utils.template_date import TODAY, writes_date
 from lightning_rl.utils.trainer import callbacks_of, log_folder
 
+PartT = TypeVar("PartT")
 OF_UPDATES = {"optimizer", "lr_scheduler", "max_grad_norm", "max_staleness"}  # rollouts stay valid if these change
 
 
@@ -78,7 +80,7 @@ class Run:
         changes: Allowed differences between the configuration of the loaded checkpoint and that of the run.
 
     Attributes:
-        policy: Policy of the module, from ``configure_model`` on.
+        built_policy: Policy of the module, from ``configure_model`` on.
     """
 
     options: Options
@@ -91,7 +93,7 @@ class Run:
     needs: Needs = field(default_factory=Needs)
     configuration: dict[str, Any] = field(default_factory=dict)
     failed_folder: Path | None = None
-    policy: PolicyModel = field(init=False, repr=False)
+    built_policy: PolicyModel | None = field(init=False, repr=False, default=None)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     environments: Environments | None = None
     engine_started: bool = False
@@ -101,6 +103,8 @@ class Run:
     optimizer: ConfiguredOptimizer | None = None
     loaded: Mapping[str, Any] | None = None
     changes: Sequence[Change] = ()
+
+    current, skipped = Moved("progress.current"), Moved("progress.skipped")
 
     @classmethod
     def of(cls, options: Options, device: torch.device) -> "Run":
@@ -178,8 +182,13 @@ class Run:
 
     @property
     def trainer(self) -> Trainer:
-        """Trainer of the stage."""
-        return cast(LightningModule, self.parallel.strategy.lightning_module).trainer
+        """Trainer of the stage; raises RuntimeError before the first one."""
+        return require_part(self.parallel.strategy.lightning_module, "Trainer", "setup").trainer
+
+    @property
+    def policy(self) -> PolicyModel:
+        """Policy of the module; raises RuntimeError before it is built."""
+        return require_part(self.built_policy, "policy", "configure_model")
 
     @property
     def data(self) -> PromptDataModule:
@@ -209,7 +218,7 @@ class Run:
             # generate() started the engine on the policy itself; under this strategy it may need a replica.
             self.end_stage(engine.end_stage)
         shared = engine.capabilities.shares_policy
-        self.policy = self.models.build(
+        self.built_policy = self.models.build(
             policy,
             self.parallel,
             mesh,
@@ -217,7 +226,7 @@ class Run:
             reference=self.needs.ref_logprobs,
             data=None if data is None else data.fingerprint,
         )
-        return self.policy
+        return self.built_policy
 
     def build_environments(self, data: PromptDataModule | None) -> None:
         """Build the environments for the policy; with data, check that its prompts and the chat template fit them."""
@@ -440,6 +449,16 @@ class Run:
     def changed_names(self) -> set[str]:
         """Names of the options that differ from the checkpoint."""
         return {path.partition(".")[0] for path, _, _ in self.changes}
+
+
+def require_part(part: PartT | None, name: str, hook: str) -> PartT:
+    """Return a part that a hook of the module builds."""
+    if part is None:
+        raise RuntimeError(
+            f"expected a run with a {name}, got one before {hook}: call fit, validate, test or "
+            "predict of a Trainer first"
+        )
+    return part
 
 
 def run_of(trainer: Trainer) -> Run:

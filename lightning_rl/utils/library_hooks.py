@@ -4,7 +4,7 @@ Lightning's own hooks are empty, so its users override them without ``super()``.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Literal, TypeVar
@@ -25,10 +25,12 @@ class LibraryHooks:
             the override; ``joined``: before, and its list or mapping is joined with that of the override;
             ``required``: the override is refused. With ``super()``, it runs where the override calls it.
         refused: Methods that a subclass may not override, since the library never calls them, and what to use instead.
+        constructor: Wrapper for the constructors of subclasses.
     """
 
     rules: Mapping[str, Rule]
     refused: Mapping[str, str]
+    constructor: Callable[[Any], Any] = lambda constructor: constructor
     own: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, cls: ClassT) -> ClassT:
@@ -49,6 +51,8 @@ class LibraryHooks:
                 f"expected {subclass.__name__}.__init__ to call super().__init__(...), got one without it: call it "
                 f"first, with the arguments of {cls.__name__}"
             )
+        if inspect.isfunction(constructor):
+            subclass.__init__ = self.constructor(constructor)
         for name, rule in self.rules.items():
             override = getattr(subclass, name)
             if override is not self.own[name] and not hasattr(override, "keeps"):

@@ -1,4 +1,6 @@
-"""Arguments by names that are not theirs: former ones of `RLLightningModule`, and those of TRL, vLLM and Lightning."""
+"""Arguments and attributes by names that are not theirs: former ones, and those of TRL, vLLM and Lightning."""
+
+from typing import Never, Self, overload
 
 RENAMED = {
     "activation_checkpointing": "model=ModelOptions(activation_checkpointing=)",
@@ -54,3 +56,33 @@ ELSEWHERE = {
     "gradient_accumulation_steps": "minibatches_per_rollout= of RLLightningModule, the number of steps per rollout",
 }
 """Places of arguments by the names that TRL, vLLM and Lightning have for them, and by their own."""
+IN_RUN = ("evaluator", "fault_tolerance", "sleep_engine", "sync")
+MOVED = {"sampler": "run.collector", "weight_sync": "run.weights", **{name: f"run.{name}" for name in IN_RUN}}
+"""Places of what were attributes of `RLLightningModule`."""
+
+
+class Moved:
+    """Former name of an attribute; reading it from an object raises AttributeError.
+
+    Args:
+        place: Name of today.
+    """
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        """Store the former name."""
+        self.name = name
+
+    @overload
+    def __get__(self, part: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, part: object, owner: type) -> Never: ...
+
+    def __get__(self, part: object, owner: type) -> Self:
+        """Raise AttributeError with the name of today; on the class, return the descriptor."""
+        if part is None:
+            return self
+        raise AttributeError(f"expected {self.place}, got {owner.__name__}.{self.name}, its former name: rename it")

@@ -41,6 +41,7 @@ from lightning_rl.cli.recipes import Recipe
 from lightning_rl.corrections import TOKEN_REWARDS
 from lightning_rl.losses import resolve_loss
 from lightning_rl.reporting.summary import RolloutSummary
+from lightning_rl.rollout import Rollout
 from lightning_rl.testing.properties.fixed_batch import broken_properties
 
 
@@ -82,6 +83,33 @@ FAULTS: dict[str, tuple[str, dict[str, Any], tuple[RLCallback, ...]]] = {
 def test_a_broken_property_is_found(fault: str) -> None:
     name, options, callbacks = FAULTS[fault]
     assert name in found(*callbacks, **options)
+
+
+def lengths(rollout: Rollout) -> Tensor:
+    return rollout.response_lengths.float()
+
+
+CENTERED = callback_of("bonus", reward_bonus=lambda rollout: lengths(rollout) - lengths(rollout).mean())
+WITHIN_ROWS = callback_of("wordy", reward_bonus=lambda rollout: 0.01 * lengths(rollout))
+ROLLED = callback_of("roll", replace_reward=lambda rollout: rollout.rewards.roll(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "culprit", "advantages", "callbacks"),
+    [
+        ("excluded_rows", "callback bonus.reward_bonus", "reinforce", [WITHIN_ROWS, CENTERED]),
+        ("advantage_direction", "callback roll.replace_reward", "grpo", [WITHIN_ROWS, ROLLED]),
+        ("excluded_rows", "estimator over_everyone", over_everyone, [WITHIN_ROWS]),
+        ("advantage_direction", "estimator mean_minus_score", mean_minus_score, [WITHIN_ROWS]),
+    ],
+)
+def test_the_culprit_is_the_correction_without_which_the_estimator_has_the_property(
+    name: str, culprit: str, advantages: Any, callbacks: list[RLCallback]
+) -> None:
+    algorithm = an_algorithm(advantages=resolve_advantages(advantages))
+    finding = {finding.check: finding for finding in broken_properties(algorithm, callbacks)}[name]
+    assert finding.culprit == culprit
+    assert ("since the estimator alone has this property" in finding.cure) == culprit.startswith("callback")
 
 
 def legal(correction: RLCallback) -> Estimator:

@@ -1,18 +1,19 @@
 """Checks: functions from a case to findings, with a name, a description and default texts."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from lightning_rl.advantages import Estimator
-from lightning_rl.corrections import Corrections, RLCallback
+from lightning_rl.corrections import REWARDS, Corrections, RLCallback
 from lightning_rl.losses import PolicyLoss
-from lightning_rl.testing.properties.case import AlgorithmCase
+from lightning_rl.testing.properties.case import AlgorithmCase, CorrectionMethod
 from lightning_rl.testing.properties.comparisons import Skip
 from lightning_rl.testing.properties.copies import CopyError
 from lightning_rl.utils.finding import Finding
 
+ESTIMATOR = "estimator {estimator}"
 CaseT = TypeVar("CaseT", bound=AlgorithmCase, contravariant=True)
 
 
@@ -82,9 +83,28 @@ class Check(Generic[CaseT]):
             return finding  # completed by a watch
         texts = {spec.name: getattr(finding, spec.name) or getattr(self.shared, spec.name) for spec in fields(Finding)}
         texts["culprit"] = finding.culprit or self.shared.culprit.format(**case.names)
+        if texts["culprit"] == ESTIMATOR.format(**case.names) and (cause := self._cause(case)) is not None:
+            texts["culprit"] = str(cause)
+            texts["cure"] = f"correct {cause.method}, since the estimator alone has this property"
         if self.of_rows and not texts["samples"]:
             texts["samples"] = case.inspected_rows(of_step=self.of_step).sample_ids[:2].tolist()
         return Finding(**texts)
+
+    def _cause(self, case: CaseT) -> CorrectionMethod | None:
+        """Return the correction of rewards that breaks an estimator's property alone, if the estimator has it."""
+        contributions = case.contributions(*REWARDS)
+        if not contributions or self._fails(case, []):
+            return None
+        return next((one for one in contributions if self._fails(case, [one.callback])), None)
+
+    def _fails(self, case: CaseT, callbacks: list[RLCallback]) -> bool:
+        """Return True if the check yields a finding with these corrections alone, or cannot run."""
+        try:
+            corrections = type(case.algorithm.corrections)(callbacks)
+            alone = replace(case, algorithm=case.algorithm.replace(corrections=corrections))
+            return any(isinstance(part, Finding) for part in self.function(alone))
+        except Exception:  # noqa: BLE001  of user code
+            return True
 
 
 def checks_in(*modules: ModuleType) -> dict[str, Check[Any]]:

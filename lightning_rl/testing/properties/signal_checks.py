@@ -11,13 +11,12 @@ from lightning_rl.advantages import RowEstimator
 from lightning_rl.corrections import REWARDS, TOKEN_REWARDS
 from lightning_rl.rollout import TOKEN, Rollout
 from lightning_rl.testing.properties.case import AlgorithmCase
-from lightning_rl.testing.properties.check import check
+from lightning_rl.testing.properties.check import ESTIMATOR, check
 from lightning_rl.testing.properties.comparisons import differences, rounding
 from lightning_rl.testing.properties.definitions import shaped_parts
 from lightning_rl.testing.properties.row_changes import Change, moved_rows
 from lightning_rl.utils.finding import Finding
 
-ESTIMATOR = "estimator {estimator}"
 POISONS = (math.nan, math.inf, -math.inf, 1e6)
 POISON_TEXT = "NaN, infinity and a million at masked tokens"
 
