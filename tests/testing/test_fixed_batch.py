@@ -11,6 +11,7 @@ import pytest
 import torch
 from faults.parts import (
     DetachedKL,
+    OverTheLongest,
     Repelling,
     TokenwiseOPSM,
     by_position,
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_rl import DrGRPO, Estimator, LossView, ReinforcePlusPlus, RLCallback, setup_checks
-from lightning_rl.advantages import resolve_advantages
+from lightning_rl.advantages import Advantages, RewardSignal, resolve_advantages
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import AdaptiveKL, NoEOSMask, ReferenceKL
 from lightning_rl.cli.doctor.command import examine
@@ -53,6 +54,14 @@ def over_all_columns(view: LossView) -> Tensor:
     return surrogate(view) - surrogate(view).mean()
 
 
+class OverAllTokens(DrGRPO):
+    """Divides by the number of tokens of all groups, and declares that it works within groups."""
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        return Advantages(super().__call__(signal).advantages / signal.valid_tokens.sum().clamp(min=1))
+
+
 def every_second_row(view: LossView) -> Tensor:
     """A mask by the place of a row in its microbatch."""
     return torch.arange(len(view.logprobs)) % 2 == 0
@@ -68,6 +77,8 @@ FAULTS: dict[str, tuple[str, dict[str, Any], tuple[RLCallback, ...]]] = {
     "a loss that pushes the wrong way": ("loss_direction", {"loss": wrong_way}, ()),
     "a loss without a gradient": ("gradient_liveness", {"loss": without_gradient}, ()),
     "an estimator over other groups": ("group_isolation", {"advantages": over_the_batch}, ()),
+    "an estimator over the longest response": ("padding_width", {"advantages": OverTheLongest()}, ()),
+    "an estimator over lengths of other groups": ("group_isolation", {"advantages": OverAllTokens()}, ()),
     "an estimator over rows without a reward": ("excluded_rows", {"advantages": over_everyone}, ()),
     "an estimator of the wrong sign": ("advantage_direction", {"advantages": mean_minus_score}, ()),
     "an estimator by position": ("row_order", {"advantages": by_position}, ()),

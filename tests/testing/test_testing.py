@@ -11,6 +11,7 @@ import torch
 from faults.parts import (
     DetachedKL,
     OverPadding,
+    OverTheLongest,
     Random,
     Repelling,
     TokenwiseOPSM,
@@ -128,7 +129,8 @@ def test_a_wrong_reward_fails_with_its_property(reward: Any, broken: str) -> Non
         (over_the_batch, {"group_isolation"}),
         (by_position, {"row_order", "group_isolation", "excluded_rows"}),
         (mean_minus_score, {"advantage_direction"}),
-        pytest.param(OverPadding(), {"padding_width"}, marks=pytest.mark.nightly),
+        (OverPadding(), {"padding_width"}),
+        (OverTheLongest(), {"padding_width"}),
     ],
 )
 def test_wrong_advantages_fail_with_their_property(advantages: Any, broken: set[str]) -> None:
