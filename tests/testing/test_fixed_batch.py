@@ -62,6 +62,10 @@ class OverAllTokens(DrGRPO):
         return Advantages(super().__call__(signal).advantages / signal.valid_tokens.sum().clamp(min=1))
 
 
+def minus_one(view: LossView) -> Tensor:
+    return -torch.ones_like(view.logprobs)
+
+
 def every_second_row(view: LossView) -> Tensor:
     """A mask by the place of a row in its microbatch."""
     return torch.arange(len(view.logprobs)) % 2 == 0
@@ -84,6 +88,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any], tuple[RLCallback, ...]]] = {
     "an estimator by position": ("row_order", {"advantages": by_position}, ()),
     "a decision over a sequence for each token": ("sequence_decisions", {}, (TokenwiseOPSM(0.05),)),
     "a mask of every second row": ("partition", {}, (callback_of("half", sequence_mask=every_second_row),)),
+    "weights below 0": ("denominators", {}, (callback_of("negative", token_weight=minus_one),)),
     "a term without a gradient": ("gradient_liveness", {}, (DetachedKL(0.1, as_loss=True),)),
     "a term that repels": ("distances_pull_back", {}, (Repelling(0.1, as_loss=True),)),
 }

@@ -24,6 +24,7 @@ from faults.parts import (
     wrong_way,
 )
 from hypothesis import settings
+from kit.support import callback_of
 from properties.exports import ESTIMATOR_EXAMPLES, LOSS_EXAMPLES, correction_examples, quick, quick_corrections
 from torch import Tensor
 from typing_extensions import override
@@ -192,6 +193,7 @@ class ForeignName(RLCallback):
         pytest.param(TokenwiseOPSM(0.05), {"sequence_decisions"}, marks=pytest.mark.nightly),
         (Unmasked(), {"padding_blindness"}),
         (Random(), {"contributions_fit"}),
+        (callback_of("negative", token_weight=lambda view: -torch.ones_like(view.logprobs)), {"denominators"}),
         pytest.param(ForeignName(), {"contributions_fit"}, marks=pytest.mark.nightly),
     ],
 )
