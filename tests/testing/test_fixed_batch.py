@@ -4,6 +4,7 @@ import random
 import sys
 import threading
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,8 +34,8 @@ from properties.exports import (
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_rl import DrGRPO, Estimator, LossView, ReinforcePlusPlus, RLCallback, setup_checks
-from lightning_rl.advantages import Advantages, RewardSignal, resolve_advantages
+from lightning_rl import DrGRPO, Estimator, LossTerm, LossView, ReinforcePlusPlus, RLCallback, setup_checks
+from lightning_rl.advantages import Advantages, RewardSignal, RowEstimator, resolve_advantages
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import AdaptiveKL, NoEOSMask, ReferenceKL
 from lightning_rl.cli.doctor.command import examine
@@ -43,6 +44,7 @@ from lightning_rl.corrections import TOKEN_REWARDS
 from lightning_rl.losses import resolve_loss
 from lightning_rl.reporting.summary import RolloutSummary
 from lightning_rl.testing.properties.fixed_batch import broken_properties
+from lightning_rl.utils.finding import Finding
 
 
 def surrogate(view: LossView) -> Tensor:
@@ -71,9 +73,15 @@ def every_second_row(view: LossView) -> Tensor:
     return torch.arange(len(view.logprobs)) % 2 == 0
 
 
-def found(*callbacks: RLCallback, advantages: Any = "grpo", loss: Any = "ppo", **options: Any) -> dict[str, str]:
+def findings_of(
+    *callbacks: RLCallback, advantages: Any = "grpo", loss: Any = "ppo", **options: Any
+) -> Sequence[Finding]:
     algorithm = an_algorithm(advantages=resolve_advantages(advantages), loss=resolve_loss(loss), **options)
-    return {finding.check: finding.culprit for finding in broken_properties(algorithm, callbacks)}
+    return broken_properties(algorithm, callbacks)
+
+
+def found(*callbacks: RLCallback, **options: Any) -> dict[str, str]:
+    return {finding.check: finding.culprit for finding in findings_of(*callbacks, **options)}
 
 
 FAULTS: dict[str, tuple[str, dict[str, Any], tuple[RLCallback, ...]]] = {
@@ -98,6 +106,50 @@ FAULTS: dict[str, tuple[str, dict[str, Any], tuple[RLCallback, ...]]] = {
 def test_a_broken_property_is_found(fault: str) -> None:
     name, options, callbacks = FAULTS[fault]
     assert name in found(*callbacks, **options)
+
+
+def pulled_to_reference(view: LossView) -> Tensor:
+    return -view.logprobs * view.require("advantages") + (view.logprobs - view.require("ref_logprobs")).square()
+
+
+def with_k1(view: LossView) -> Tensor:
+    return surrogate(view) + 0.3 * (view.logprobs - view.require("ref_logprobs"))
+
+
+@pytest.mark.parametrize("loss", [pulled_to_reference, with_k1])
+def test_a_penalty_within_the_loss_is_no_wrong_direction(loss: Any) -> None:
+    assert found(loss=loss) == {}
+
+
+def entropy_term(view: LossView) -> LossTerm:
+    return LossTerm(per_token=-view.entropy, coef=0.1)
+
+
+CURES = {
+    "a term of the entropy": (
+        "gradient_liveness",
+        {},
+        (callback_of("bonus", loss_term=entropy_term),),
+        "trains_entropy",
+    ),
+    "a whitening over the batch": ("group_isolation", {"advantages": over_the_batch}, (), "within_groups = False"),
+}
+
+
+@pytest.mark.parametrize("fault", CURES)
+def test_a_cure_names_the_declaration(fault: str) -> None:
+    name, options, callbacks, cure = CURES[fault]
+    (finding,) = [one for one in findings_of(*callbacks, **options) if one.check == name]
+    assert cure in finding.cure
+
+
+def test_an_estimator_that_declares_its_whitening_has_no_finding() -> None:
+    class Whitening(RowEstimator):
+        @override
+        def per_row(self, scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
+            return over_the_batch(scores, groups, rewarded)
+
+    assert found(advantages=Whitening()) == {}
 
 
 def legal(correction: RLCallback) -> Estimator:

@@ -196,7 +196,8 @@ def _longest_response_changes(case: AlgorithmCase) -> Iterator[Finding]:
 
 @check(
     expected="advantages that depend only on their own group",
-    cure="group by `groups`, never by position or a fixed group size",
+    cure="group by `groups`, never by position or a fixed group size; to compare prompts on purpose, use a "
+    "RowEstimator with within_groups = False, or batch_statistics = True of a correction",
 )
 def group_isolation(case: AlgorithmCase) -> Iterator[Finding]:
     """Other prompts change no advantage of a prompt: neither the rewards of their samples, nor their presence."""
