@@ -43,7 +43,8 @@ from lightning_rl.cli.recipes import Recipe
 from lightning_rl.corrections import TOKEN_REWARDS
 from lightning_rl.losses import resolve_loss
 from lightning_rl.reporting.summary import RolloutSummary
-from lightning_rl.testing.properties.fixed_batch import broken_properties
+from lightning_rl.testing.properties import fixed_batch
+from lightning_rl.testing.properties.fixed_batch import judge_fixed_batch, skipped_checks
 from lightning_rl.utils.finding import Finding
 
 
@@ -77,7 +78,7 @@ def findings_of(
     *callbacks: RLCallback, advantages: Any = "grpo", loss: Any = "ppo", **options: Any
 ) -> Sequence[Finding]:
     algorithm = an_algorithm(advantages=resolve_advantages(advantages), loss=resolve_loss(loss), **options)
-    return broken_properties(algorithm, callbacks)
+    return judge_fixed_batch(algorithm, callbacks).findings
 
 
 def found(*callbacks: RLCallback, **options: Any) -> dict[str, str]:
@@ -259,6 +260,45 @@ class Growing(RLCallback):
 )
 def test_what_cannot_be_evaluated_is_left_out(options: dict[str, Any], callbacks: tuple[RLCallback, ...]) -> None:
     assert found(*callbacks, **options) == {}
+
+
+def by_margin(view: LossView) -> Tensor:
+    return view.token_extras["margin"]
+
+
+OWN_EXTRA: list[dict[str, Any]] = [{"records": ("margin",)}, {"reads_at_loss": ("token_extras/margin",)}]
+
+
+@pytest.mark.parametrize("declaration", OWN_EXTRA)
+def test_a_correction_that_reads_an_extra_of_its_engine_skips_nothing(declaration: dict[str, Any]) -> None:
+    callbacks = [
+        callback_of("weighs", token_weight=by_margin, **declaration),
+        callback_of("half", sequence_mask=every_second_row),
+    ]
+    verdict = judge_fixed_batch(an_algorithm(), callbacks)
+    assert [finding.check for finding in verdict.findings] == ["partition"] and verdict.skipped == {}
+
+
+def test_skipped_checks_are_named_with_the_reason() -> None:
+    verdict = judge_fixed_batch(an_algorithm(loss=resolve_loss(lambda view: view.token_extras["mine"])), [])
+    assert {"partition", "loss_direction"} <= verdict.skipped.keys() and "row_order" not in verdict.skipped
+    assert "KeyError: 'mine'" in skipped_checks(verdict)[0]
+
+
+def test_slow_code_ends_the_checks_and_the_rest_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fixed_batch, "MAX_SECONDS", 0.0)
+    verdict = judge_fixed_batch(an_algorithm(loss=resolve_loss(wrong_way)), [])
+    (line,) = skipped_checks(verdict)
+    assert (
+        not verdict.findings and line.startswith("masked_values, excluded_rows, ") and line.endswith("took 0 seconds")
+    )
+
+
+def test_the_doctor_names_skipped_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fixed_batch, "MAX_SECONDS", 0.0)
+    recipe = Recipe(a_trainer(), tiny_module(), tiny_prompts())
+    facts = [one.observed for one in examine(recipe, prompts=1, limit=9.0, quick=True) if one.check == "algorithm"]
+    assert len(facts) == 1 and "skipped, because the checks before took 0 seconds" in facts[0]
 
 
 def test_a_fault_is_found_beside_a_part_that_cannot_be_evaluated() -> None:

@@ -278,6 +278,19 @@ def test_a_field_that_is_declared_may_be_read() -> None:
     check_callback(Undeclared("ref_logprobs", declares=True))
 
 
+def by_margin(view: LossView) -> Tensor:
+    return view.token_extras["margin"]
+
+
+def test_a_declared_extra_of_an_engine_is_made_up() -> None:
+    check_callback(callback_of("weighs", token_weight=by_margin, records=("margin",)))
+
+
+def test_an_extra_that_is_not_declared_is_named_with_the_cure() -> None:
+    with pytest.raises(PropertyError, match=r'declare it: records = \("margin",\)'):
+        check_callback(callback_of("weighs", token_weight=by_margin))
+
+
 def test_a_failure_says_what_is_broken_and_shows_the_smallest_batch() -> None:
     with pytest.raises(AssertionError) as raised:
         check_reward(by_row)

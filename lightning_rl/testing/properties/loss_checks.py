@@ -168,8 +168,9 @@ def denominators(case: AlgorithmCase) -> Iterator[Finding | Skip]:
         if _renormalizes(weights, strong.valid_tokens):
             observed = "weights of kept tokens that make up for those of 0"
             yield Finding(culprit=str(contribution), observed=observed)
-        if bool((weights < 0).any()):
-            expected, observed = "weights of at least 0", f"{float(weights.min()):.3g}, which unlearns good responses"
+        below = torch.where(view.valid_tokens, contribution(view), 0.0).clamp(max=0.0)
+        if below.any():
+            expected, observed = "weights of at least 0", f"{float(below.min()):.3g}, which unlearns good responses"
             cure = "bound the weight from below: clamp(min=0)"
             yield Finding(culprit=str(contribution), expected=expected, observed=observed, cure=cure)
 

@@ -10,7 +10,7 @@ from lightning_rl.corrections import TOKEN_REWARDS, LossView, outputs_from
 from lightning_rl.corrections.recorded import ReplayCorrections
 from lightning_rl.rollout import TOP_LOGPROBS, FinishReason, Rollout
 from lightning_rl.signal.masked import local_sum
-from lightning_rl.testing.properties.case import AlgorithmCase, CorrectionMethod, callback_of_one_method
+from lightning_rl.testing.properties.case import AlgorithmCase, CorrectionMethod, callback_of_one_method, holds_logprobs
 from lightning_rl.testing.properties.check import check
 from lightning_rl.testing.properties.comparisons import NO_ROWS, Skip, gradient_of, reads_parameters
 from lightning_rl.testing.properties.formula_checks import uniform_view
@@ -385,10 +385,7 @@ def _estimates(views: list[LossView]) -> list[tuple[tuple[str, str], list[float]
 
     def policies(view: LossView) -> dict[str, Tensor]:
         known = {"rollout": view.rollout_logprobs, "ref": view.ref_logprobs, "old": view.old_logprobs}
-        shape = view.logprobs.shape
-        extras = {
-            name: one for name, one in view.token_extras.items() if one.is_floating_point() and one.shape == shape
-        }
+        extras = {name: one for name, one in view.token_extras.items() if holds_logprobs(one, view)}
         return {name: one for name, one in (known | extras).items() if one is not None}
 
     return [
@@ -413,10 +410,7 @@ def _are_proportional(ours: list[float], theirs: list[float]) -> bool:
 def _agreement(case: AlgorithmCase) -> Rollout:
     """Return :attr:`AlgorithmCase.rows` with the same log-probabilities for every policy, so low that they may rise."""
     now, rows = case.logprobs.detach() - max(DRIFTS), case.on_policy
-    same = {
-        name: now if tensor.shape == now.shape and tensor.is_floating_point() else tensor
-        for name, tensor in rows.token_extras.items()
-    }
+    same = {name: now if holds_logprobs(tensor, rows) else tensor for name, tensor in rows.token_extras.items()}
     fields = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
     known = {name: now for name in fields if getattr(rows, name) is not None}
     return rows.replace(token_extras=same, **known)
