@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -41,7 +41,7 @@ from lightning_rl.policy.build import build_tokenizer
 from lightning_rl.rewards import Rewards
 from lightning_rl.serialization import import_by_name
 from lightning_rl.signal.reductions import REDUCTIONS, resolve_reduction
-from lightning_rl.testing.properties.fixed_batch import ROWS, broken_properties
+from lightning_rl.testing.properties.fixed_batch import ROWS, judge_fixed_batch, skipped_checks
 from lightning_rl.utils.arguments import check_counts, check_numbers, check_signature
 from lightning_rl.utils.naming import check_hooks, name_of
 from lightning_rl.utils.places import MODULE, check_place
@@ -181,9 +181,12 @@ def _check_length(builder: Callable[[Optimizer], LRScheduler], optimizer: Optimi
 
 @rank_zero_only
 def warn_of_broken_properties(algorithm: Algorithm) -> None:
-    """Warn of each property that the algorithm of a run does not have on a fixed batch."""
-    for finding in broken_properties(algorithm, algorithm.corrections.callbacks):
+    """Warn of each property that the algorithm of a run does not have on a fixed batch, and log the skipped ones."""
+    verdict = judge_fixed_batch(algorithm, algorithm.corrections.callbacks)
+    for finding in verdict.findings:
         rank_zero_warn(f"on a fixed batch of {len(ROWS)} rows, {finding}")
+    for line in skipped_checks(verdict):
+        rank_zero_info(f"on a fixed batch of {len(ROWS)} rows, {line}")
 
 
 def resolve_options(**given: Any) -> Options:

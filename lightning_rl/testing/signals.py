@@ -16,6 +16,7 @@ from lightning_rl.testing.probes import FURTHER, MEANINGS
 from lightning_rl.testing.properties import PROPERTIES
 from lightning_rl.testing.properties.case import AlgorithmCase
 from lightning_rl.testing.properties.check import run_checks
+from lightning_rl.testing.properties.fixed_batch import ROWS
 from lightning_rl.testing.properties.rows import Row, add_fields_of, rollout_of_rows
 from lightning_rl.testing.properties.subsample import some_groups, some_rows
 from lightning_rl.testing.random_batches import batches
@@ -23,6 +24,8 @@ from lightning_rl.testing.shrinking import PropertyError, smallest
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.naming import name_of
 
+Example = tuple[tuple[Row, ...], int]
+"""Rows, and the seed of their numbers."""
 PLAIN = Algorithm(
     loss=ClippedSurrogate(), advantages=RawReward(), reduction=token_mean, corrections=ReplayCorrections()
 )
@@ -108,7 +111,7 @@ def check_callback(callback: RLCallback) -> None:
 
 
 def _check(what: str, algorithm: Algorithm, names: Sequence[str]) -> None:
-    def look(example: tuple[tuple[Row, ...], int], wanted: str | None) -> list[Finding]:
+    def look(example: Example, wanted: str | None) -> list[Finding]:
         rollout = add_fields_of(rollout_of_rows(*example), algorithm.corrections.callbacks)
         groups = some_groups(rollout, 0)
         case = AlgorithmCase(algorithm=algorithm, rollout=rollout, groups=groups, rows=some_rows(groups, 0))
@@ -123,7 +126,18 @@ def _check(what: str, algorithm: Algorithm, names: Sequence[str]) -> None:
                 return findings
         return []
 
-    broken = smallest(st.tuples(batches(min_rows=2), st.integers(0, 9)), look)
+    broken = smallest(st.tuples(batches(min_rows=2), st.integers(0, 9)), look) or _smallest_part(look)
     if broken is not None:
         (rows, _), finding = broken
         raise PropertyError(what, finding, [str(row) for row in rows], MEANINGS.get(finding.check, ""))
+
+
+def _smallest_part(look: Callable[[Example, str | None], list[Finding]]) -> tuple[Example, Finding] | None:
+    """Return the rows of the check at setup without those that a finding does not need; None without a finding."""
+    rows: tuple[Row, ...] = ROWS
+    findings = look((rows, 0), None)
+    for row in ROWS if findings else ():
+        rest = tuple(other for other in rows if other is not row)
+        if fewer := look((rest, 0), findings[0].check):
+            rows, findings = rest, fewer
+    return ((rows, 0), findings[0]) if findings else None

@@ -182,6 +182,17 @@ class OverPadding(Estimator):
         return Advantages(torch.where(signal.valid_tokens, spread - spread.mean(), 0.0))
 
 
+class OverTheLongest(Estimator):
+    """Divides the centred score by the length of the longest response of the rank."""
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        same = (signal.groups[:, None] == signal.groups) & signal.rewarded
+        means = (same * signal.scores).sum(-1) / same.sum(-1).clamp(min=1)
+        centred = torch.where(signal.rewarded, signal.scores - means, 0.0)
+        return Advantages(signal.spread_out(centred / signal.valid_tokens.sum(-1).max().clamp(min=1)))
+
+
 class FirstTokenAlone(Estimator):
     """Uses only the first token."""
 

@@ -4,6 +4,7 @@ import random
 import sys
 import threading
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from faults.parts import (
     DetachedKL,
+    OverTheLongest,
     Repelling,
     TokenwiseOPSM,
     by_position,
@@ -32,8 +34,8 @@ from properties.exports import (
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_rl import DrGRPO, Estimator, LossView, ReinforcePlusPlus, RLCallback, setup_checks
-from lightning_rl.advantages import resolve_advantages
+from lightning_rl import DrGRPO, Estimator, LossTerm, LossView, ReinforcePlusPlus, RLCallback, setup_checks
+from lightning_rl.advantages import Advantages, RewardSignal, RowEstimator, resolve_advantages
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import AdaptiveKL, NoEOSMask, ReferenceKL
 from lightning_rl.cli.doctor.command import examine
@@ -42,7 +44,9 @@ from lightning_rl.corrections import TOKEN_REWARDS
 from lightning_rl.losses import resolve_loss
 from lightning_rl.reporting.summary import RolloutSummary
 from lightning_rl.rollout import Rollout
-from lightning_rl.testing.properties.fixed_batch import broken_properties
+from lightning_rl.testing.properties import fixed_batch
+from lightning_rl.testing.properties.fixed_batch import judge_fixed_batch, skipped_checks
+from lightning_rl.utils.finding import Finding
 
 
 def surrogate(view: LossView) -> Tensor:
@@ -54,14 +58,32 @@ def over_all_columns(view: LossView) -> Tensor:
     return surrogate(view) - surrogate(view).mean()
 
 
+class OverAllTokens(DrGRPO):
+    """Divides by the number of tokens of all groups, and declares that it works within groups."""
+
+    @override
+    def __call__(self, signal: RewardSignal) -> Advantages:
+        return Advantages(super().__call__(signal).advantages / signal.valid_tokens.sum().clamp(min=1))
+
+
+def minus_one(view: LossView) -> Tensor:
+    return -torch.ones_like(view.logprobs)
+
+
 def every_second_row(view: LossView) -> Tensor:
     """A mask by the place of a row in its microbatch."""
     return torch.arange(len(view.logprobs)) % 2 == 0
 
 
-def found(*callbacks: RLCallback, advantages: Any = "grpo", loss: Any = "ppo", **options: Any) -> dict[str, str]:
+def findings_of(
+    *callbacks: RLCallback, advantages: Any = "grpo", loss: Any = "ppo", **options: Any
+) -> Sequence[Finding]:
     algorithm = an_algorithm(advantages=resolve_advantages(advantages), loss=resolve_loss(loss), **options)
-    return {finding.check: finding.culprit for finding in broken_properties(algorithm, callbacks)}
+    return judge_fixed_batch(algorithm, callbacks).findings
+
+
+def found(*callbacks: RLCallback, **options: Any) -> dict[str, str]:
+    return {finding.check: finding.culprit for finding in findings_of(*callbacks, **options)}
 
 
 FAULTS: dict[str, tuple[str, dict[str, Any], tuple[RLCallback, ...]]] = {
@@ -69,11 +91,14 @@ FAULTS: dict[str, tuple[str, dict[str, Any], tuple[RLCallback, ...]]] = {
     "a loss that pushes the wrong way": ("loss_direction", {"loss": wrong_way}, ()),
     "a loss without a gradient": ("gradient_liveness", {"loss": without_gradient}, ()),
     "an estimator over other groups": ("group_isolation", {"advantages": over_the_batch}, ()),
+    "an estimator over the longest response": ("padding_width", {"advantages": OverTheLongest()}, ()),
+    "an estimator over lengths of other groups": ("group_isolation", {"advantages": OverAllTokens()}, ()),
     "an estimator over rows without a reward": ("excluded_rows", {"advantages": over_everyone}, ()),
     "an estimator of the wrong sign": ("advantage_direction", {"advantages": mean_minus_score}, ()),
     "an estimator by position": ("row_order", {"advantages": by_position}, ()),
     "a decision over a sequence for each token": ("sequence_decisions", {}, (TokenwiseOPSM(0.05),)),
     "a mask of every second row": ("partition", {}, (callback_of("half", sequence_mask=every_second_row),)),
+    "weights below 0": ("denominators", {}, (callback_of("negative", token_weight=minus_one),)),
     "a term without a gradient": ("gradient_liveness", {}, (DetachedKL(0.1, as_loss=True),)),
     "a term that repels": ("distances_pull_back", {}, (Repelling(0.1, as_loss=True),)),
 }
@@ -95,21 +120,70 @@ ROLLED = callback_of("roll", replace_reward=lambda rollout: rollout.rewards.roll
 
 
 @pytest.mark.parametrize(
-    ("name", "culprit", "advantages", "callbacks"),
+    ("name", "culprit", "cure", "advantages", "callbacks"),
     [
-        ("excluded_rows", "callback bonus.reward_bonus", "reinforce", [WITHIN_ROWS, CENTERED]),
-        ("advantage_direction", "callback roll.replace_reward", "grpo", [WITHIN_ROWS, ROLLED]),
-        ("excluded_rows", "estimator over_everyone", over_everyone, [WITHIN_ROWS]),
-        ("advantage_direction", "estimator mean_minus_score", mean_minus_score, [WITHIN_ROWS]),
+        ("excluded_rows", "callback bonus.reward_bonus", "count only", "reinforce", [WITHIN_ROWS, CENTERED]),
+        (
+            "advantage_direction",
+            "callback roll.replace_reward",
+            "correct replace_reward",
+            "grpo",
+            [WITHIN_ROWS, ROLLED],
+        ),
+        ("excluded_rows", "estimator over_everyone", "count only", over_everyone, [WITHIN_ROWS]),
+        ("advantage_direction", "estimator mean_minus_score", "subtract", mean_minus_score, [WITHIN_ROWS]),
     ],
 )
 def test_the_culprit_is_the_correction_without_which_the_estimator_has_the_property(
-    name: str, culprit: str, advantages: Any, callbacks: list[RLCallback]
+    name: str, culprit: str, cure: str, advantages: Any, callbacks: list[RLCallback]
 ) -> None:
-    algorithm = an_algorithm(advantages=resolve_advantages(advantages))
-    finding = {finding.check: finding for finding in broken_properties(algorithm, callbacks)}[name]
+    finding = {finding.check: finding for finding in findings_of(*callbacks, advantages=advantages)}[name]
     assert finding.culprit == culprit
-    assert ("since the estimator alone has this property" in finding.cure) == culprit.startswith("callback")
+    assert finding.cure.startswith(cure)
+
+
+def pulled_to_reference(view: LossView) -> Tensor:
+    return -view.logprobs * view.require("advantages") + (view.logprobs - view.require("ref_logprobs")).square()
+
+
+def with_k1(view: LossView) -> Tensor:
+    return surrogate(view) + 0.3 * (view.logprobs - view.require("ref_logprobs"))
+
+
+@pytest.mark.parametrize("loss", [pulled_to_reference, with_k1])
+def test_a_penalty_within_the_loss_is_no_wrong_direction(loss: Any) -> None:
+    assert found(loss=loss) == {}
+
+
+def entropy_term(view: LossView) -> LossTerm:
+    return LossTerm(per_token=-view.entropy, coef=0.1)
+
+
+CURES = {
+    "a term of the entropy": (
+        "gradient_liveness",
+        {},
+        (callback_of("bonus", loss_term=entropy_term),),
+        "trains_entropy",
+    ),
+    "a whitening over the batch": ("group_isolation", {"advantages": over_the_batch}, (), "within_groups = False"),
+}
+
+
+@pytest.mark.parametrize("fault", CURES)
+def test_a_cure_names_the_declaration(fault: str) -> None:
+    name, options, callbacks, cure = CURES[fault]
+    (finding,) = [one for one in findings_of(*callbacks, **options) if one.check == name]
+    assert cure in finding.cure
+
+
+def test_an_estimator_that_declares_its_whitening_has_no_finding() -> None:
+    class Whitening(RowEstimator):
+        @override
+        def per_row(self, scores: Tensor, groups: Tensor, rewarded: Tensor) -> Tensor:
+            return over_the_batch(scores, groups, rewarded)
+
+    assert found(advantages=Whitening()) == {}
 
 
 def legal(correction: RLCallback) -> Estimator:
@@ -219,6 +293,45 @@ class Growing(RLCallback):
 )
 def test_what_cannot_be_evaluated_is_left_out(options: dict[str, Any], callbacks: tuple[RLCallback, ...]) -> None:
     assert found(*callbacks, **options) == {}
+
+
+def by_margin(view: LossView) -> Tensor:
+    return view.token_extras["margin"]
+
+
+OWN_EXTRA: list[dict[str, Any]] = [{"records": ("margin",)}, {"reads_at_loss": ("token_extras/margin",)}]
+
+
+@pytest.mark.parametrize("declaration", OWN_EXTRA)
+def test_a_correction_that_reads_an_extra_of_its_engine_skips_nothing(declaration: dict[str, Any]) -> None:
+    callbacks = [
+        callback_of("weighs", token_weight=by_margin, **declaration),
+        callback_of("half", sequence_mask=every_second_row),
+    ]
+    verdict = judge_fixed_batch(an_algorithm(), callbacks)
+    assert [finding.check for finding in verdict.findings] == ["partition"] and verdict.skipped == {}
+
+
+def test_skipped_checks_are_named_with_the_reason() -> None:
+    verdict = judge_fixed_batch(an_algorithm(loss=resolve_loss(lambda view: view.token_extras["mine"])), [])
+    assert {"partition", "loss_direction"} <= verdict.skipped.keys() and "row_order" not in verdict.skipped
+    assert "KeyError: 'mine'" in skipped_checks(verdict)[0]
+
+
+def test_slow_code_ends_the_checks_and_the_rest_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fixed_batch, "MAX_SECONDS", 0.0)
+    verdict = judge_fixed_batch(an_algorithm(loss=resolve_loss(wrong_way)), [])
+    (line,) = skipped_checks(verdict)
+    assert (
+        not verdict.findings and line.startswith("masked_values, excluded_rows, ") and line.endswith("took 0 seconds")
+    )
+
+
+def test_the_doctor_names_skipped_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fixed_batch, "MAX_SECONDS", 0.0)
+    recipe = Recipe(a_trainer(), tiny_module(), tiny_prompts())
+    facts = [one.observed for one in examine(recipe, prompts=1, limit=9.0, quick=True) if one.check == "algorithm"]
+    assert len(facts) == 1 and "skipped, because the checks before took 0 seconds" in facts[0]
 
 
 def test_a_fault_is_found_beside_a_part_that_cannot_be_evaluated() -> None:

@@ -11,6 +11,7 @@ import torch
 from faults.parts import (
     DetachedKL,
     OverPadding,
+    OverTheLongest,
     Random,
     Repelling,
     TokenwiseOPSM,
@@ -23,6 +24,7 @@ from faults.parts import (
     wrong_way,
 )
 from hypothesis import settings
+from kit.support import callback_of
 from properties.exports import ESTIMATOR_EXAMPLES, LOSS_EXAMPLES, correction_examples, quick, quick_corrections
 from torch import Tensor
 from typing_extensions import override
@@ -128,7 +130,8 @@ def test_a_wrong_reward_fails_with_its_property(reward: Any, broken: str) -> Non
         (over_the_batch, {"group_isolation"}),
         (by_position, {"row_order", "group_isolation", "excluded_rows"}),
         (mean_minus_score, {"advantage_direction"}),
-        pytest.param(OverPadding(), {"padding_width"}, marks=pytest.mark.nightly),
+        (OverPadding(), {"padding_width"}),
+        (OverTheLongest(), {"padding_width"}),
     ],
 )
 def test_wrong_advantages_fail_with_their_property(advantages: Any, broken: set[str]) -> None:
@@ -190,6 +193,7 @@ class ForeignName(RLCallback):
         pytest.param(TokenwiseOPSM(0.05), {"sequence_decisions"}, marks=pytest.mark.nightly),
         (Unmasked(), {"padding_blindness"}),
         (Random(), {"contributions_fit"}),
+        (callback_of("negative", token_weight=lambda view: -torch.ones_like(view.logprobs)), {"denominators"}),
         pytest.param(ForeignName(), {"contributions_fit"}, marks=pytest.mark.nightly),
     ],
 )
@@ -272,6 +276,19 @@ def test_a_field_that_is_read_and_not_declared_is_named_with_the_cure(callback: 
 
 def test_a_field_that_is_declared_may_be_read() -> None:
     check_callback(Undeclared("ref_logprobs", declares=True))
+
+
+def by_margin(view: LossView) -> Tensor:
+    return view.token_extras["margin"]
+
+
+def test_a_declared_extra_of_an_engine_is_made_up() -> None:
+    check_callback(callback_of("weighs", token_weight=by_margin, records=("margin",)))
+
+
+def test_an_extra_that_is_not_declared_is_named_with_the_cure() -> None:
+    with pytest.raises(PropertyError, match=r'declare it: records = \("margin",\)'):
+        check_callback(callback_of("weighs", token_weight=by_margin))
 
 
 def test_a_failure_says_what_is_broken_and_shows_the_smallest_batch() -> None:

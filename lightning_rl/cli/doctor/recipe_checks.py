@@ -20,7 +20,7 @@ from lightning_rl.module import RLLightningModule
 from lightning_rl.policy.text_model import modules_behind
 from lightning_rl.run.prompts import wrong_eos
 from lightning_rl.run_checks import size_cure
-from lightning_rl.testing.properties.fixed_batch import broken_properties
+from lightning_rl.testing.properties.fixed_batch import judge_fixed_batch, skipped_checks
 from lightning_rl.utils.decoding import hidden_tokens
 from lightning_rl.utils.finding import Finding
 from lightning_rl.utils.template_date import TODAY, writes_date
@@ -93,7 +93,10 @@ def batches(recipe: Recipe) -> Iterator[Finding]:
 def algorithm(recipe: Recipe) -> Iterator[Finding]:
     """Check the properties of loss, estimator and corrections on a fixed batch."""
     corrections = [callback for callback in callbacks_of(recipe.trainer) if isinstance(callback, RLCallback)]
-    for broken in broken_properties(recipe.module.algorithm, corrections):
+    verdict = judge_fixed_batch(recipe.module.algorithm, corrections)
+    for line in skipped_checks(verdict):
+        yield fact("algorithm", line)
+    for broken in verdict.findings:
         observed = f"{broken.check}: {broken.culprit}: expected {broken.expected}, observed {broken.observed}"
         yield error("algorithm", observed, broken.cure)
 

@@ -210,3 +210,9 @@ def pattern_of(rows: Rollout) -> Tensor:
     """Return numbers in [-1, 1] that depend only on sample and position, [b, T]."""
     position = torch.arange(rows.width, device=rows.groups.device)
     return torch.sin(1.0 + 3.0 * rows.sample_ids[:, None] + 5.0 * position)
+
+
+def holds_logprobs(tensor: Tensor, rows: Rollout) -> bool:
+    """Return True if an extra of a rollout can be the log-probabilities of a policy, which are below 0."""
+    alike = tensor.is_floating_point() and tensor.shape == rows.valid_tokens.shape
+    return alike and float(tensor[rows.valid_tokens].sum()) < 0

@@ -66,12 +66,16 @@ class Check(Generic[CaseT]):
         except CopyError as error:
             return Verdict([], {self.name: str(error)})
         except Exception as raised:  # noqa: BLE001  an exception of user code on a changed copy is the finding
+            expected, cure = (
+                "stages that accept a changed copy of the rows",
+                "carry every field to every row, padding included",
+            )
+            if isinstance(raised, KeyError) and raised.args and (name := raised.args[0]) not in _extras(case):
+                expected = f'"{name}" among its reads or records'
+                cure = f'declare it: records = ("{name}",) if the engine records it, else in reads or reads_at_loss'
+            observed = f"{type(raised).__name__}: {raised}"
             finding = Finding(
-                check=self.name,
-                culprit=_raiser(raised),
-                expected="stages that accept a changed copy of the rows",
-                observed=f"{type(raised).__name__}: {raised}",
-                cure="carry every field to every row, padding included",
+                check=self.name, culprit=raiser_of(raised), expected=expected, observed=observed, cure=cure
             )
             return Verdict([finding], {})
         skips = dict.fromkeys(part.why for part in results if isinstance(part, Skip))
@@ -107,6 +111,10 @@ class Check(Generic[CaseT]):
             return True
 
 
+def _extras(case: AlgorithmCase) -> set[str]:
+    return {*case.rollout.extras, *case.rollout.token_extras, *case.rollout.prompt_extras}
+
+
 def checks_in(*modules: ModuleType) -> dict[str, Check[Any]]:
     """Return the checks that modules define, by name."""
     return {one.name: one for module in modules for one in vars(module).values() if isinstance(one, Check)}
@@ -127,7 +135,7 @@ def judge(checks: Iterable[Check[CaseT]], case: CaseT) -> Verdict:
     return Verdict(findings, skipped)
 
 
-def _raiser(raised: BaseException) -> str:
+def raiser_of(raised: BaseException) -> str:
     """Return the innermost part of the algorithm in the traceback, as a culprit."""
     culprit, trace = "a stage of the run", raised.__traceback__
     while trace is not None:

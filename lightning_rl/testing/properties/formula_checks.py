@@ -29,7 +29,7 @@ from lightning_rl.losses import (
     ValueLoss,
 )
 from lightning_rl.losses.policy_loss import prepared_tokens
-from lightning_rl.testing.properties.case import AlgorithmCase, pattern_of
+from lightning_rl.testing.properties.case import AlgorithmCase, holds_logprobs, pattern_of
 from lightning_rl.testing.properties.check import check
 from lightning_rl.testing.properties.comparisons import NO_ROWS, Skip, gradient_of
 from lightning_rl.utils.finding import Finding
@@ -71,11 +71,8 @@ def uniform_view(
         if getattr(view, name) is not None
     }
     view = view.map(lambda tensor, _axis, _pad: tensor.detach().to(dtype) if tensor.is_floating_point() else tensor)
-    shape, other = view.valid_tokens.shape, fields.get("ref_logprobs", fields["old_logprobs"])
-    extras = {
-        name: other if tensor.shape == shape and tensor.is_floating_point() else tensor
-        for name, tensor in view.token_extras.items()
-    }
+    other = fields.get("ref_logprobs", fields["old_logprobs"])
+    extras = {name: other if holds_logprobs(tensor, view) else tensor for name, tensor in view.token_extras.items()}
     fields["logprobs"].requires_grad_()
     return case.prepare(view.replace(advantages=advantage * valid.to(dtype), token_extras=extras, **fields))
 

@@ -123,7 +123,7 @@ def counted_padding(case: AlgorithmCase) -> Iterator[Finding]:
     cure="masks multiply the loss; only `exclude` and `keep_groups` change a denominator",
 )
 def denominators(case: AlgorithmCase) -> Iterator[Finding | Skip]:
-    """Weights of tokens follow the reduction's definition over all valid tokens, rejected ones included."""
+    """Weights of tokens follow the reduction's definition over all valid tokens, rejected ones too; none is below 0."""
     rows, reduction = case.rows, case.algorithm.reduction
     expected = _weights_by_definition(case, reduction)
     if expected is None:
@@ -168,6 +168,11 @@ def denominators(case: AlgorithmCase) -> Iterator[Finding | Skip]:
         if _renormalizes(weights, strong.valid_tokens):
             observed = "weights of kept tokens that make up for those of 0"
             yield Finding(culprit=str(contribution), observed=observed)
+        below = torch.where(view.valid_tokens, contribution(view), 0.0).clamp(max=0.0)
+        if below.any():
+            expected, observed = "weights of at least 0", f"{float(below.min()):.3g}, which unlearns good responses"
+            cure = "bound the weight from below: clamp(min=0)"
+            yield Finding(culprit=str(contribution), expected=expected, observed=observed, cure=cure)
 
 
 def _divides_by_longest(reduction: Reduction) -> bool:

@@ -1,6 +1,7 @@
 """Checks of the gradients of a loss: present, in the right direction, with every term and every ratio once."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from lightning_rl.corrections import TOKEN_REWARDS, LossView, outputs_from
 from lightning_rl.corrections.recorded import ReplayCorrections
 from lightning_rl.rollout import TOP_LOGPROBS, FinishReason, Rollout
 from lightning_rl.signal.masked import local_sum
-from lightning_rl.testing.properties.case import AlgorithmCase, CorrectionMethod, callback_of_one_method
+from lightning_rl.testing.properties.case import AlgorithmCase, CorrectionMethod, callback_of_one_method, holds_logprobs
 from lightning_rl.testing.properties.check import check
 from lightning_rl.testing.properties.comparisons import NO_ROWS, Skip, gradient_of, reads_parameters
 from lightning_rl.testing.properties.formula_checks import uniform_view
@@ -52,7 +53,9 @@ def gradient_liveness(case: AlgorithmCase) -> Iterator[Finding | Skip]:
         trained = view.valid_tokens
         if term.callback.chooses_rows:
             trained = trained & (gradient != 0).any(-1, keepdim=True)
-        yield from _dead_places(gradient, view, trained, str(term), "a term with a gradient")
+        for finding in _dead_places(gradient, view, trained, str(term), "a term with a gradient"):
+            of_entropy = _follows_entropy(case, term)
+            yield replace(finding, cure="set trains_entropy = True in its class" if of_entropy else "")
     yield from _dead_value_loss(case)
     loss, view = case.algorithm.loss, case.view(drift=0.0).sanitize()  # without clipping
     trained = view.valid_tokens & (view.require("advantages") != 0)
@@ -61,6 +64,14 @@ def gradient_liveness(case: AlgorithmCase) -> Iterator[Finding | Skip]:
         return
     gradient = torch.where(trained, gradient_of(loss(view), view.logprobs), 0.0)
     yield from _dead_places(gradient, view, trained, f"loss {case.names['loss']}", "a loss with a gradient")
+
+
+def _follows_entropy(case: AlgorithmCase, loss_term: CorrectionMethod) -> bool:
+    """Return True if a term that does not declare ``trains_entropy`` would have a gradient with it."""
+    if loss_term.callback.trains_entropy:
+        return False
+    view = case.view(entropy_gradient=True).sanitize()
+    return bool(gradient_of(torch.where(view.valid_tokens, loss_term(view).per_token, 0.0), view.entropy).any())
 
 
 def _dead_places(gradient: Tensor, view: LossView, trained: Tensor, culprit: str, expected: str) -> Iterator[Finding]:
@@ -115,7 +126,9 @@ def _dead_value_loss(case: AlgorithmCase) -> Iterator[Finding]:
     cure="minimize minus advantage times ratio",
 )
 def loss_direction(case: AlgorithmCase) -> Iterator[Finding]:
-    """At a ratio of 1 the policy loss pushes no token against the sign of its advantage.
+    """At a ratio of 1 the advantages of the policy loss push no token against their sign.
+
+    A penalty within the loss, whose gradient is there without advantages too, may push in any direction.
 
     A loss term that follows the advantages, or the choice of a PositiveNLL, lowers no log-probabilities of good rows. A
     user's term does not lower those of every token of all rows where all policies agree.
@@ -129,8 +142,12 @@ def loss_direction(case: AlgorithmCase) -> Iterator[Finding]:
             cure = "subtract log-probabilities of good responses from the loss"
             yield Finding(culprit=str(term), expected=expected, observed=observed, cure=cure)
     valid, advantages = view.valid_tokens, view.require("advantages")
-    per_token = torch.where(valid, case.algorithm.loss(view), 0.0)
-    gradient = gradient_of(per_token, view.logprobs).double()
+    without = case.prepare(view.replace(advantages=torch.zeros_like(advantages)))
+    with_advantages, of_penalties = (
+        gradient_of(torch.where(valid, case.algorithm.loss(one), 0.0), view.logprobs).double()
+        for one in (view, without)
+    )
+    gradient = with_advantages - of_penalties.nan_to_num(0.0, 0.0, 0.0)
     agrees = (valid * advantages).sum(-1, keepdim=True) * advantages > 0  # a loss may use the whole row
     places = valid & agrees & (gradient * advantages.double().sign() > 1e-6)
     if places.any():
@@ -368,10 +385,7 @@ def _estimates(views: list[LossView]) -> list[tuple[tuple[str, str], list[float]
 
     def policies(view: LossView) -> dict[str, Tensor]:
         known = {"rollout": view.rollout_logprobs, "ref": view.ref_logprobs, "old": view.old_logprobs}
-        shape = view.logprobs.shape
-        extras = {
-            name: one for name, one in view.token_extras.items() if one.is_floating_point() and one.shape == shape
-        }
+        extras = {name: one for name, one in view.token_extras.items() if holds_logprobs(one, view)}
         return {name: one for name, one in (known | extras).items() if one is not None}
 
     return [
@@ -396,10 +410,7 @@ def _are_proportional(ours: list[float], theirs: list[float]) -> bool:
 def _agreement(case: AlgorithmCase) -> Rollout:
     """Return :attr:`AlgorithmCase.rows` with the same log-probabilities for every policy, so low that they may rise."""
     now, rows = case.logprobs.detach() - max(DRIFTS), case.on_policy
-    same = {
-        name: now if tensor.shape == now.shape and tensor.is_floating_point() else tensor
-        for name, tensor in rows.token_extras.items()
-    }
+    same = {name: now if holds_logprobs(tensor, rows) else tensor for name, tensor in rows.token_extras.items()}
     fields = ("old_logprobs", "rollout_logprobs", "ref_logprobs")
     known = {name: now for name in fields if getattr(rows, name) is not None}
     return rows.replace(token_extras=same, **known)

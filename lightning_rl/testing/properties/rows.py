@@ -1,6 +1,6 @@
 """Rows of made-up batches, and the finished rollout of rows, in which no two policies agree."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -8,9 +8,23 @@ from torch import Tensor
 
 from lightning_rl.corrections import Corrections, RLCallback
 from lightning_rl.fields import Ragged
-from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, FinishReason, Rollout, segments_of
+from lightning_rl.rollout import (
+    EXPERT_LOAD,
+    GREEDY_SCORE,
+    ROUTES,
+    SAMPLING_MASK,
+    SUM_PI_SQUARED,
+    TOP_IDS,
+    TOP_LOGPROBS,
+    TURN_REWARDS,
+    FinishReason,
+    Rollout,
+    segments_of,
+)
 
 MAX_LENGTH, PROMPTS = 5, 3
+SHAPED_BY_LIBRARY = frozenset((ROUTES, EXPERT_LOAD, SAMPLING_MASK, TOP_IDS, TOP_LOGPROBS, TURN_REWARDS))
+"""Extras of the library with a meaning, which are not made up."""
 STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
 
 
@@ -87,9 +101,26 @@ def rollout_of_rows(rows: Sequence[Row], seed: int = 0) -> Rollout:
 
 
 def add_fields_of(rollout: Rollout, callbacks: Sequence[RLCallback]) -> Rollout:
-    """Add the fields that corrections provide and the rollout lacks."""
+    """Add the fields that corrections provide and the rollout lacks, and extras that they declare and none provides.
+
+    Such an extra has numbers between 0 and 1: one for each token, or one for each row.
+    """
     known = {f"{field}/{key}" for field in ("extras", "token_extras") for key in getattr(rollout, field)}
-    return Corrections([one for one in callbacks if set(one.provides) - known]).provide(rollout)
+    provided = {name for callback in callbacks for name in callback.provides}
+    fields = {"extras": dict(rollout.extras), "token_extras": dict(rollout.token_extras)}
+    for callback in callbacks:
+        recorded = [f"token_extras/{name}" for name in callback.records]
+        for name in {*recorded, *callback.reads, *callback.reads_at_loss} - known - provided:
+            field, _, key = name.partition("/")
+            if field in fields and key not in SHAPED_BY_LIBRARY:
+                chances = torch.where(rollout.valid_tokens, rollout.require("old_logprobs").exp().clamp(max=1.0), 0.0)
+                fields[field][key] = chances if field == "token_extras" else chances.amax(-1)
+    rollout = rollout.replace(**fields)
+    return Corrections([one for one in callbacks if _provides_more(one, known)]).provide(rollout)
+
+
+def _provides_more(callback: RLCallback, known: Set[str]) -> bool:
+    return not known >= {*callback.provides} if callback.provides else "provide" in callback.contributes
 
 
 def _segments_of_runs(rows: Rollout) -> Ragged:

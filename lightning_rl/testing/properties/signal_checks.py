@@ -12,12 +12,13 @@ from lightning_rl.corrections import REWARDS, TOKEN_REWARDS
 from lightning_rl.rollout import TOKEN, Rollout
 from lightning_rl.testing.properties.case import AlgorithmCase
 from lightning_rl.testing.properties.check import ESTIMATOR, check
-from lightning_rl.testing.properties.comparisons import differences, rounding
+from lightning_rl.testing.properties.comparisons import bitwise_equal, differences, rounding
 from lightning_rl.testing.properties.definitions import shaped_parts
 from lightning_rl.testing.properties.row_changes import Change, moved_rows
 from lightning_rl.utils.finding import Finding
 
 POISONS = (math.nan, math.inf, -math.inf, 1e6)
+MIN_TOKENS = 2  # of the longest response, for it to become shorter
 POISON_TEXT = "NaN, infinity and a million at masked tokens"
 
 
@@ -44,27 +45,27 @@ def poison(rollout: Rollout) -> Rollout:
 def advantage_changes(
     case: AlgorithmCase, changed: Rollout, rows: Tensor | None = None, order: Tensor | None = None
 ) -> Iterator[Finding]:
-    """Yield a finding if a changed copy of the groups has other advantages.
+    """Yield a finding if a changed copy of the groups, or of some of their rows, has other advantages.
 
     Args:
         case: AlgorithmCase with the groups.
         changed: Changed copy.
         rows: Rows of the groups to compare, [B] bool; by default all.
-        order: Indices of the copy's rows in the groups, [B]; by default the same order.
+        order: Indices of the copy's rows in the groups, [b]; by default the same order.
     """
-    plain, ours = case.groups, case.advantages
+    plain = case.groups
     order = torch.arange(len(plain), device=plain.groups.device) if order is None else order
-    change = Change("", changed, order)
+    change, sample_ids, ours = Change("", changed, order), plain.sample_ids[order], case.advantages[order]
     try:
-        theirs = case.advantages_of(changed)[order.argsort(), : plain.width]
+        theirs = case.advantages_of(changed)[:, : plain.width]
     except ValueError as refused:  # a part of the algorithm reads invalid values
-        culprit, samples = _culprit_of(case, change), plain.sample_ids[:4].tolist()
-        yield Finding(culprit=culprit, observed=str(refused), samples=samples)
+        yield Finding(culprit=_culprit_of(case, change), observed=str(refused), samples=sample_ids[:4].tolist())
         return
-    kept = torch.ones_like(ours, dtype=torch.bool) if rows is None else rows[:, None]
+    kept = torch.ones_like(ours, dtype=torch.bool) if rows is None else rows[order, None]
     pair = torch.where(kept, ours, 0.0), torch.where(kept, theirs, 0.0)
-    atol = signal_rounding(plain, changed.select(order.argsort()), ours)
-    for finding in differences(*pair, plain.sample_ids, atol=atol):
+    rewards = plain.replace(rewards=plain.rewards.index_copy(0, order, changed.rewards))
+    atol = signal_rounding(plain, rewards, case.advantages)[order]
+    for finding in differences(*pair, sample_ids, atol=atol):
         observed = f"advantages that change by up to {float((ours - theirs).abs().max()):.3g}"
         yield replace(finding, culprit=_culprit_of(case, change), observed=observed)
 
@@ -140,12 +141,9 @@ def excluded_rows(case: AlgorithmCase) -> Iterator[Finding]:
             cure="return 0 for rows outside `rewarded`",
         )
     if not findings and looks_within_groups(case) and bool(rewarded.any()):
-        ours, theirs = case.advantages[rewarded], case.advantages_of(rollout.select(rewarded))
-        atol = signal_rounding(rollout, rollout, case.advantages)[rewarded]
-        for finding in differences(ours, theirs, rollout.sample_ids[rewarded], atol=atol):
+        for finding in advantage_changes(case, rollout.select(rewarded), order=rewarded.nonzero()[:, 0]):
             yield replace(
                 finding,
-                culprit=ESTIMATOR.format(**case.names),
                 expected="the advantages without the rows outside `rewarded`",
                 cure="count only `rewarded` rows in every mean and deviation",
             )
@@ -156,22 +154,60 @@ def excluded_rows(case: AlgorithmCase) -> Iterator[Finding]:
     cure="count `valid_tokens`, never columns, and use the last valid token as the end",
 )
 def padding_width(case: AlgorithmCase) -> Iterator[Finding]:
-    """Additional padding after the responses changes no advantage."""
-    yield from advantage_changes(case, case.groups.fit_width(case.groups.width + 3))
+    """Additional padding after the responses changes no advantage, nor does the longest response, which sets its width.
+
+    A statistic of the batch may count the tokens of all rows.
+    """
+    findings = list(advantage_changes(case, case.groups.fit_width(case.groups.width + 3)))
+    yield from findings or _longest_response_changes(case)
+
+
+def _longest_response_changes(case: AlgorithmCase) -> Iterator[Finding]:
+    """Yield a finding if advantages of a group depend on the longest response of others, and on no shorter one."""
+    plain, counts = case.groups, case.groups.valid_tokens.sum(-1)
+    if not len(plain) or int(counts.max()) < MIN_TOKENS:
+        return
+    longest = counts.argmax()
+    place, most = plain.valid_tokens.cumsum(-1), counts[longest]
+    kept = plain.valid_tokens & (place < most)  # so that one response is the longest
+    kept[longest] = plain.valid_tokens[longest]
+    noise = 3.7 * torch.sin(1.0 + plain.sample_ids).to(
+        plain.rewards.dtype
+    )  # against statistics that are equal by chance
+    case = replace(case, groups=plain.replace(valid_tokens=kept, rewards=plain.rewards + noise))
+    heard = (case.advantages != 0).any(-1) & plain.rewarded
+    apart = (heard & (plain.groups != plain.groups[longest])).nonzero()[:, 0]
+    if not len(apart):
+        return
+    compared, counts = plain.groups == plain.groups[apart[0]], kept.sum(-1)
+    others = heard & ~compared & (counts > 1)
+    others[longest] = False
+    shorter = case.groups.replace(valid_tokens=kept & ~(others[:, None] & (place == counts[:, None])))
+    kept = kept.clone()
+    kept[longest] &= place[longest] < most
+    lower = case.groups.replace(valid_tokens=kept)
+    if others.any() and bitwise_equal(case.advantages[compared], case.advantages_of(shorter)[compared]):
+        for finding in advantage_changes(case, lower, compared):
+            expected = "advantages that do not depend on the longest response of other groups"
+            cure = "divide by a constant or by the row's own number of tokens, never by a maximum over the batch"
+            yield replace(finding, expected=expected, cure=cure)
 
 
 @check(
     expected="advantages that depend only on their own group",
-    cure="group by `groups`, never by position or a fixed group size",
+    cure="group by `groups`, never by position or a fixed group size; to compare prompts on purpose, use a "
+    "RowEstimator with within_groups = False, or batch_statistics = True of a correction",
 )
 def group_isolation(case: AlgorithmCase) -> Iterator[Finding]:
-    """Rewards of one prompt's samples change no advantage of another prompt."""
+    """Other prompts change no advantage of a prompt: neither the rewards of their samples, nor their presence."""
     rollout = case.groups
     if looks_within_groups(case) and len(rollout.groups.unique()) > 1:
-        first = rollout.groups == rollout.groups[0]
+        longest = rollout.groups[rollout.valid_tokens.sum(-1).argmax()]
+        first = rollout.groups == rollout.groups[rollout.groups != longest][0]
         noise = 3.7 * torch.sin(1.0 + rollout.sample_ids).to(rollout.rewards.dtype)
         rewards = torch.where(first, rollout.rewards, rollout.rewards + noise)
-        yield from advantage_changes(case, rollout.replace(rewards=rewards), first)
+        findings = list(advantage_changes(case, rollout.replace(rewards=rewards), first))
+        yield from findings or advantage_changes(case, rollout.select(first), order=first.nonzero()[:, 0])
 
 
 @check(

@@ -326,6 +326,12 @@ FAULTS: tuple[Fault, ...] = (
         options={"advantages": parts.OverPadding()},
     ),
     Fault(
+        "a division by the longest response",
+        "estimator OverTheLongest",
+        check="padding_width",
+        options={"advantages": parts.OverTheLongest()},
+    ),
+    Fault(
         "advantages of the first token alone",
         "estimator FirstTokenAlone",
         check="advantage_support",
