@@ -16,7 +16,6 @@ from lightning_rl.generation.vllm.vllm_version import check_version
 from lightning_rl.generation.vllm.worker_extension import WorkerDescription
 from lightning_rl.generation.weights.weight_stream import Shape
 from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS
-from lightning_rl.samples import Media
 from lightning_rl.utils.http import LOOP, Client, Refused, Unanswered, quote
 
 PROBE = 30.0  # seconds for a call that returns at once
@@ -219,16 +218,14 @@ class ServerClient(Client):
         return LOOP.run(self.draw(name, ids, parameters))
 
     async def draw(
-        self, name: str, ids: Sequence[int], parameters: Mapping[str, Any], media: Media | None = None
+        self, name: str, ids: Sequence[int], parameters: Mapping[str, Any], pictures: Mapping[str, Any] | None = None
     ) -> Sample:
-        """Return the response to a request with a new name, under vLLM's sampling parameters."""
+        """Return the response to a request with a new name, under vLLM's sampling parameters.
+
+        ``pictures`` are the entries of the request that :func:`.pictures_of` returns.
+        """
         body, adapter = {"request_id": name, "token_ids": list(ids), "sampling_params": dict(parameters)}, self.adapter
-        if media is not None:
-            body |= {
-                "token_ids": list(media.engine_ids),
-                "content_parts": [{"type": "image_url", "url": url} for url in media.data_urls],
-                "return_token_ids": True,
-            }
+        body |= pictures or {}
         if adapter is not None:
             body["model"] = str(adapter)
         answer = await self.request("POST", "/inference/v1/generate", body, timeout=self.timeout)
@@ -261,7 +258,7 @@ class ServerClient(Client):
                 stop_reason=choice["stop_reason"],
                 labels=labels,
                 token_extras=extras,
-                prompt_ids=tuple(ids if media is None else answer["prompt_token_ids"]),
+                prompt_ids=tuple(answer["prompt_token_ids"] if pictures else ids),
             )
 
     @contextmanager

@@ -30,7 +30,7 @@ from lightning_rl.generation.vllm.scheduler import Seat
 from lightning_rl.generation.vllm.server_client import ServerClient
 from lightning_rl.generation.vllm.server_pool import ServerPool
 from lightning_rl.generation.vllm.storage import delete_leftovers
-from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of
+from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of, pictures_of
 from lightning_rl.generation.vllm.vllm_weights import VLLMWeights
 from lightning_rl.generation.vllm.weight_push import Proof, WeightPush
 from lightning_rl.generation.weights import weight_stream
@@ -322,7 +322,7 @@ class VLLMServerEngine(Engine):
             oldest=oldest,
             seat=seat,
             priority=request.rollout,
-            media=request.media,
+            pictures=pictures_of(request),
         )
         reads = limits.reads(request, sample.prompt_ids)
         versions = tuple(label.version for label in sample.labels)

@@ -15,7 +15,7 @@ from lightning_rl.generation.vllm.scheduler import Places, Seat, Server
 from lightning_rl.generation.vllm.server_client import Sample, ServerClient
 from lightning_rl.generation.vllm.weight_push import Proof, WeightPush
 from lightning_rl.generation.weights.weight_stream import Shape
-from lightning_rl.samples import Media, Request
+from lightning_rl.samples import Request
 from lightning_rl.utils.http import LOOP, Cancelled, Refused, Unanswered
 
 LOG = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class ServerPool:
         oldest: int,
         seat: Seat | None = None,
         priority: int = 0,
-        media: Media | None = None,
+        pictures: Mapping[str, Any] | None = None,
     ) -> Sample:
         """Return a valid response from the server of a seat, or from any other.
 
@@ -199,7 +199,7 @@ class ServerPool:
             oldest: Number of the oldest push that tokens may come from, read before the first request of a batch.
             seat: Seat shared with requests of the same prefix.
             priority: Place in the queue, lowest first.
-            media: Pictures of the prompt; None without.
+            pictures: Entries of the request for pictures; None without.
 
         Raises:
             EngineError: If no server is ready, none returns a valid response, or one rejects the request.
@@ -210,7 +210,7 @@ class ServerPool:
             self._limit_patience()
             server = await self._places.take(tokens, seat, priority=priority)
             try:
-                sample = await self._ask(server, ids, parameters, name=name, oldest=oldest, media=media)
+                sample = await self._ask(server, ids, parameters, name=name, oldest=oldest, pictures=pictures)
             finally:
                 self._places.release(server, tokens)
             if sample is not None:
@@ -245,7 +245,7 @@ class ServerPool:
         *,
         name: str,
         oldest: int,
-        media: Media | None = None,
+        pictures: Mapping[str, Any] | None = None,
     ) -> Sample | None:
         """Return a complete response from recent enough weights, or None after removing a server without one.
 
@@ -255,7 +255,7 @@ class ServerPool:
         run, url = self.push.run, server.client.url
         try:
             numbered = f"{run}-{name}-{self.rank}-{next(self._numbers)}"
-            sample = await server.client.draw(numbered, ids, parameters, media)
+            sample = await server.client.draw(numbered, ids, parameters, pictures)
             if sample.finish_reason == "abort" or not sample.token_ids:
                 raise Unanswered(f"expected a complete response from {url}, got an aborted one")
             for label in set(sample.labels):

@@ -91,6 +91,14 @@ def prompt_of(request: Request) -> dict[str, Any]:
     }
 
 
+def pictures_of(request: Request) -> dict[str, Any]:
+    """Return the entries of a request over HTTP for its pictures, with which vLLM returns the prompt that it read."""
+    if request.media is None:
+        return {}
+    parts = [{"type": "image_url", "url": url} for url in request.media.data_urls]
+    return {"token_ids": list(request.media.engine_ids), "content_parts": parts, "return_token_ids": True}
+
+
 def parameters_of(request: Request, *, logprobs: bool) -> dict[str, Any]:
     """Return vLLM's sampling parameters of a request, with a value for every one whose default could differ."""
     sampling = request.sampling

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from lightning_rl.generation.engine import Engine
 from lightning_rl.policy import PolicyModel, pack
 from lightning_rl.policy.expert_routes import count_experts, count_unvisited_experts
+from lightning_rl.policy.processor import PROBE, PictureProcessor
 from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS, Rollout
-from lightning_rl.samples import PROMPT, Prompt, Request, SamplingParams, Trajectory
+from lightning_rl.samples import PROMPT, Request, SamplingParams, Trajectory
 from lightning_rl.utils.arguments import check_counts
 
 SEED = 0  # seed of the fixed tokens
@@ -152,7 +153,7 @@ class Canary:
         vocabulary: int,
         temperature: float,
         max_length: int,
-        picture: Prompt | None = None,
+        processor: PictureProcessor | None = None,
     ) -> Measurement:
         """Return the values of an engine that was just synced.
 
@@ -161,7 +162,7 @@ class Canary:
             vocabulary: Number of token ids.
             temperature: Temperature of the run.
             max_length: Maximum length of prompt and response together.
-            picture: Prompt of a picture; None for a policy of text.
+            processor: Processor of the policy's pictures; None for text.
         """
         ids = torch.randint(vocabulary, (self.tokens,), generator=torch.Generator().manual_seed(SEED)).tolist()
         row = tuple(ids[: max_length - 1])
@@ -170,12 +171,13 @@ class Canary:
             Request(prefix_ids=row[: number + 1], sample_id=-1 - number, seed=number, sampling=sampling)
             for number in range(min(DRAWN_ROWS, max_length - DRAWN_TOKENS))
         ]
-        shown = [] if picture is None or len(picture.token_ids) + DRAWN_TOKENS > max_length else [picture]
+        prompts = [] if processor is None else [processor.prompt([PROBE])]
         opened = [
             Trajectory(
                 prompt=prompt, request=Request.of(prompt, sample_id=-1 - DRAWN_ROWS, seed=SEED, sampling=sampling)
             )
-            for prompt in shown
+            for prompt in prompts
+            if len(prompt.token_ids) + DRAWN_TOKENS <= max_length
         ]
         answers = engine.generate([*requests, *(each.request for each in opened)], logprobs=True)
         completions, pictured = answers[: len(requests)], answers[len(requests) :]

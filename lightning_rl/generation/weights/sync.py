@@ -11,7 +11,7 @@ from lightning_rl.generation.engine import Engine, EngineError, EngineState
 from lightning_rl.generation.weights import canary
 from lightning_rl.generation.weights.weight_stream import Checksums, Weights
 from lightning_rl.policy.context_window import context_window
-from lightning_rl.policy.processor import PROBE, PictureProcessor
+from lightning_rl.policy.processor import PictureProcessor
 
 
 def synchronize(
@@ -61,7 +61,7 @@ def synchronize(
                 vocabulary=text.vocab_size,
                 temperature=inner.temperature,
                 max_length=max_length,
-                picture=None if processor is None else processor.prompt([PROBE]),
+                processor=processor,
             )
         trainer = canary.trainer_values(policy, measurement, packed=packed)
         rounding = canary.rounding_between(engine, inner, dtype)
