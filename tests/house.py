@@ -35,7 +35,7 @@ NO_SAMPLE = {
     "Environments", "Algorithm", "ConversationLimits", "RowCheck", "Bridge", "CallStyle", "ModuleValues",
     "ModuleDifference", "Event", "TokenPosition", "Replayed", "Capabilities", "Field", "Items", "Shapes", "Moments",
     "Population", "TurnEstimates", "Stat", "SandboxResult", "Activations", "MemoryPlan", "Head", "Tokens", "Finding",
-    "FailureSummary", "RunFailure", "RewardDomain", "Measurement",
+    "FailureSummary", "RunFailure", "RewardDomain", "Measurement", "PictureProcessor",
 }  # fmt: skip
 PLAIN = {"NamedTuple", "TypedDict", "BaseModel", "Struct"}
 MODULES = ("module", "pl_module", "trainer")

@@ -258,7 +258,10 @@ class RecordingDraft:
             for row in range(len(rollout))
         ]
         ids = torch.cat([rollout.prompt_ids.flatten(), rollout.response_ids.flatten()]).unique().tolist()
-        read = {"samples": samples, "tokens": self.vocabulary.texts(ids)}
+        read: dict[str, Any] = {"samples": samples, "tokens": self.vocabulary.texts(ids)}
+        if rollout.prompt_items:
+            prompts = self.module.run.data.at(sorted(set(rollout.groups[rollout.real].tolist())))
+            read["pictures"] = {str(each.index): each.media.thumbnails for each in prompts if each.media is not None}
         return Recording(
             header={**self.header, "plan": self.plan, "steps": self.steps, **read},
             tensors={**tensors, "sampled/scored": scored, **self.tensors},

@@ -36,7 +36,7 @@ class Recording:
             ``options`` of the module, ``algorithm`` (:mod:`lightning_rl.recording.recorded_algorithm`), ``states`` of
             the callbacks before the signal, ``plan`` (rows of each microbatch of each minibatch), ``steps`` (for each
             optimizer step: parts of the loss, gradient norm, hash of the weights before it, states of the callbacks),
-            and ``samples`` as text.
+            and ``samples`` as text; ``pictures`` are those of prompts, small, by group.
         tensors: CPU tensors by name.
     """
 

@@ -159,7 +159,9 @@ def _render(index: Mapping[str, Any], pages: Mapping[int, str], *, beside: bool)
     """Return the HTML; text from the run is escaped or in base64."""
     scripts, styles = ([_asset(name) for name in names] for names in (SCRIPTS, STYLES))
     sources = [_hash(script) for script in scripts] + (["file:", "'self'"] if beside else [])
-    policy = f"default-src 'none'; script-src {' '.join(sources)}; style-src 'unsafe-inline'; base-uri 'none'"
+    policy = (
+        f"default-src 'none'; script-src {' '.join(sources)}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
+    )
     compressed = gzip.compress(json.dumps(index, default=str).encode(), mtime=0)
     template = Environment(autoescape=True).from_string(_asset("report.html"))
     return template.render(

@@ -62,6 +62,7 @@ def page_of(recordings: Sequence[Recording], algorithms: Sequence[Algorithm] | N
         "ids": numbers.tolist(),
         "texts": [texts.get(str(number)) for number in numbers.tolist()],
         "samples": samples,
+        "pictures": {group: urls for each in recordings for group, urls in each.header.get("pictures", {}).items()},
     }
     return arrays.block(header)
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from lightning_rl.fields import concatenate_items
 
+SHOWN = 160  # pixels
+
 
 @dataclass(frozen=True, eq=False)
 class Media:
@@ -52,12 +54,15 @@ class Media:
     @cached_property
     def data_urls(self) -> tuple[str, ...]:
         """Pictures as PNG files in URLs, for servers; no pixel changes."""
-        urls = list[str]()
-        for picture in pillow_images(self.pictures):
-            with io.BytesIO() as file:
-                picture.save(file, "PNG")
-                urls.append(f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
-        return tuple(urls)
+        return tuple(_data_url(picture, "PNG") for picture in pillow_images(self.pictures))
+
+    @cached_property
+    def thumbnails(self) -> tuple[str, ...]:
+        """Pictures of at most :data:`SHOWN` pixels a side as JPEG files in URLs, for reports."""
+        images = pillow_images(self.pictures)
+        for image in images:
+            image.thumbnail((SHOWN, SHOWN))
+        return tuple(_data_url(image, "JPEG") for image in images)
 
     def state(self) -> dict[str, Any]:
         """Return tensors and containers of tensors, from which :meth:`of_state` makes equal media."""
@@ -70,6 +75,12 @@ class Media:
         ids, pictures = tuple(state["engine_ids"].tolist()), tuple(state["pictures"])
         parts: dict[str, Any] = {"engine_ids": ids, "pictures": pictures}
         return cls(**{**state, **parts})
+
+
+def _data_url(image: Any, kind: str) -> str:
+    with io.BytesIO() as file:
+        image.save(file, kind)
+        return f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def pillow_images(pictures: Iterable[UInt8[Tensor, "H W 3"]]) -> list[Any]:

@@ -11,6 +11,7 @@ import torch
 from kit.browser import Browser, chromium
 from kit.stale_engine import StaleEngine
 from kit.support import fit, tiny_module, tiny_prompts, tiny_tokenizer
+from kit.vision import PROCESSORS, picture_rows, vision_model
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim import AdamW
 
@@ -490,3 +491,17 @@ def test_a_thousand_long_samples_open_quickly(browser: Browser, run: Path, tmp_p
     browser.open(tmp_path / "large.html", "#rollout?colour=difference")
     assert browser.processor_seconds() - before < 3
     assert browser.ask("document.querySelectorAll('.t').length") == 24 * width
+
+
+def test_a_rollout_shows_the_pictures_of_its_prompts(browser: Browser, tmp_path: Path) -> None:
+    module = tiny_module(
+        policy=lambda: vision_model("qwen2_5_vl"), tokenizer=PROCESSORS["qwen2_5_vl"](), eos_token_ids=[1]
+    )
+    data = PromptDataModule(picture_rows(3), 3)
+    fit(module, callbacks=[RunReport()], data=data, max_steps=1, default_root_dir=str(tmp_path))
+    browser.open(tmp_path / "report" / "report.html", "#rollout?rollout=0")
+    sizes = "[...section.querySelectorAll('.pictures img')].map((i) => [i.naturalWidth, i.naturalHeight])"
+    groups = f"[...document.querySelectorAll('section.group')].map((section) => {sizes})"
+    shown = browser.wait(f"{groups}.flat().length === 3 && {groups}.flat().every((size) => size[0]) && {groups}")
+    prompts = [prompt.media for prompt in data.at(range(3))]
+    assert shown == [[] if each is None else [[p.shape[1], p.shape[0]] for p in each.pictures] for each in prompts]

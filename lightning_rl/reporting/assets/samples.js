@@ -49,10 +49,11 @@ function sampleCard(page, pass, sample, painted, extra) {
     chips, tokenBlock(page, sample, painted));
 }
 
-const promptBlock = (page, sample) => {
+const promptBlock = (page, sample) => { // with the pictures of the prompt above it
+  const pictures = (page.pictures?.[sample.group] || []).map((url, at) => h("img", { src: url, alt: `picture ${at + 1}` }));
   const block = h("div", { class: "prompt" }, h("span", { class: "speaker" }, "prompt"), h("span", {}, visible(page.promptOf(sample), true)));
   requestAnimationFrame(() => { block.scrollTop = block.scrollHeight; }); // the question stands at the end
-  return block;
+  return pictures.length ? [h("div", { class: "pictures" }, pictures), block] : block;
 };
 
 async function viewRollout(params) {
