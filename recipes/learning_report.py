@@ -124,6 +124,7 @@ def completion_table(
     return table
 
 
-def _text(prompt: str | Sequence[Mapping[str, str]]) -> str:
-    """Return a prompt, or the last message of a chat."""
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+def _text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    """Return a prompt, or the last message of a chat, with [image] for a picture."""
+    content = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    return content if isinstance(content, str) else " ".join(part.get("text", f"[{part['type']}]") for part in content)

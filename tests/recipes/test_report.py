@@ -23,10 +23,15 @@ def test_the_table_shows_the_last_message_of_a_chat_and_marks_completions() -> N
     rows = [
         {"prompt": [{"role": "user", "content": "first"}, {"role": "user", "content": "sum?"}], "answer": "7"},
         {"prompt": "text", "answer": "8"},
+        {
+            "prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "color?"}]}],
+            "answer": "red",
+        },
     ]
-    table = learning_report.completion_table(rows, ["6", "8"], ["7", "9"], right=eq, title="Sums")
+    table = learning_report.completion_table(rows, ["6", "8", "red"], ["7", "9", "blue"], right=eq, title="Sums")
     console = Console(width=80)
     with console.capture() as output:
         console.print(table)
     lines = [line.replace("│", " ").split() for line in output.get().splitlines()]
     assert ["sum?", "x", "6", "ok", "7"] in lines and ["text", "ok", "8", "x", "9"] in lines
+    assert ["[image]", "color?", "ok", "red", "x", "blue"] in lines
