@@ -27,7 +27,7 @@ from kit.vllm_vision import (
     trajectories_of,
     whole_model,
 )
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoProcessor, PreTrainedTokenizerBase
 
 from lightning_rl import Engine, FinishReason, PromptDataModule, TransformersEngine, VLLMEngine
 from lightning_rl.callbacks import RolloutKL
@@ -35,6 +35,7 @@ from lightning_rl.environments import EnvironmentReward
 from lightning_rl.generation import CanaryError
 from lightning_rl.generation.engine import EngineError
 from lightning_rl.generation.weights import weight_stream
+from lightning_rl.policy.processor import attach
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -176,3 +177,16 @@ def test_a_model_with_towers_generates_text_without_them(family: str) -> None:
         assert worst(model, requests, synced(engine, model, version).generate(requests, logprobs=True)) < 1e-4
         moved(model, 0.02)
     engine.close()
+
+
+def test_processors_from_files_write_the_same_tokens_and_pixels(
+    family: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    processor_in(tokenizer).save_pretrained(tmp_path)
+    other = attach(AutoProcessor.from_pretrained(tmp_path))
+    for here, there in zip(prompts_with_pictures(tokenizer), prompts_with_pictures(other), strict=True):
+        assert here.token_ids == there.token_ids
+        items = {} if here.media is None else here.media.items
+        for name, value in items.items():
+            assert there.media is not None
+            torch.testing.assert_close(there.media.items[name], value, atol=1e-6, rtol=0)
