@@ -139,9 +139,8 @@ class VLLMServerEngine(Engine):
 
         Raises:
             EngineError: If none is ready, or listed, within the patience.
-            ValueError: If the model is multimodal without a processor of pictures, or trains more than an adapter that
-                is to be sent alone, or a server does not suit the run; if the list may change, only if all are
-                unsuitable.
+            ValueError: If the model trains more than an adapter that is to be sent alone, or a server does not suit the
+                run; if the list may change, only if all are unsuitable.
         """
         if self._pool is not None:
             raise RuntimeError("expected an engine that is not started, got a started one: call close() first")
