@@ -139,11 +139,12 @@ class SignalAudit(RLCallback):
         self.seconds = self._spent = self._since_last = 0.0
         self._run: _RunWatch | None = None
         self._checkpoint: Fingerprint = {}
+        self._resumes, self._first = False, -1  # rollout that a resumed run begins with
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        self._checkpoint = {}
+        self._checkpoint, self._resumes, self._first = {}, False, -1
 
     def note_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Record numbers of a checkpoint that a fit resumes from, as it was read."""
@@ -175,9 +176,12 @@ class SignalAudit(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, batch: StepIndex, batch_idx: int
     ) -> None:
         if self._run is not None:
+            self._resumes = self._resumes or bool(self._checkpoint)
             self._run.compare_with_checkpoint(self._checkpoint)
             self._checkpoint = {}
-            self._run.begin_step(batch, audited=batch.rollout % self.every_n_rollouts == 0)
+            if batch.step == 0 and self._resumes:
+                self._first, self._resumes = batch.rollout, False
+            self._run.begin_step(batch, audited=self._audits(batch.rollout))
 
     @override
     def observe_generated(self, pairs: Sequence[tuple[Request, Completion]]) -> None:
@@ -212,7 +216,11 @@ class SignalAudit(RLCallback):
 
     @override
     def reads_logprobs(self, rollout_number: int) -> bool:
-        return rollout_number % self.every_n_rollouts == 0
+        return self._audits(rollout_number)
+
+    def _audits(self, rollout: int) -> bool:
+        """Return True for every n-th rollout, and for the first one after a resume."""
+        return rollout % self.every_n_rollouts == 0 or rollout == self._first
 
     @override
     def traces_step(self, rollout_number: int, step: int) -> bool:
@@ -416,6 +424,7 @@ class _RunWatch:
             draws=draws,
             earlier=self._earlier,
             stream_prompts=self._prompts.of_stream(rollout),
+            strange_pictures=self._prompts.strange_pictures(rollout),
             strange_columns=self._prompts.strange_columns(self.calls, samples),
             reward_prompts=self._prompts.of_rewards(self.calls, samples),
             repeats=self._prompts.repeats(rollout, self._number, self.calls, samples),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from lightning_rl.audit.cursor import CursorWatch, Ids
 from lightning_rl.audit.live import LiveRun
+from lightning_rl.audit.picture_rows import strange_pictures
 from lightning_rl.data import Prompt, PromptDataModule
 from lightning_rl.data.prompt_stream import PromptStream
 from lightning_rl.data.row_schema import CONTINUES, TOOLS, VARIABLES, Reading, is_token_ids, own_variables
@@ -86,6 +87,16 @@ class PromptWatch:
         prompts = dict(zip(groups, self._data.at(groups), strict=True))
         rows = zip(rollout.sample_ids.tolist(), rollout.groups.tolist(), strict=True)
         return {sample: prompts[group] for sample, group in rows if group in prompts}
+
+    def strange_pictures(self, rollout: Rollout) -> dict[str, list[int]]:
+        """Return the places of a few prompts with other pictures than their rows, by data set, if any has pictures."""
+        validation = self._data.validation
+        sets = {"the training data": [*{each.index: each for each in self.of_stream(rollout).values()}.values()]}
+        if validation is not None:
+            sets["the validation set"] = validation.prompts(range(min(len(validation), MAX_GROUPS)))
+        for questions in self._live.evaluator.questions("val", None):
+            sets[f"evaluation {questions.name}"] = [*questions.prompts[:MAX_GROUPS]]
+        return {name: strange_pictures(prompts) for name, prompts in sets.items() if any(p.media for p in prompts)}
 
     def strange_columns(self, calls: Sequence[RewardCall], samples: Sequence[Sequence[int]]) -> dict[str, list[int]]:
         """Return the samples of a few groups for which a reward got columns of another row, by name of the reward."""

@@ -139,7 +139,10 @@ def media_of_prompts(
     """
     if all(media is None or not media.pictures for media in parts):
         return None
-    whole = [media or Media.of_text([0] * int(length)) for media, length in zip(parts, real.sum(1), strict=True)]
+    whole = [
+        media or Media.of_text([0] * int(length), drawn=True)  # its placeholders, if any, stand for no picture
+        for media, length in zip(parts, real.sum(1), strict=True)
+    ]
     joined = join_media(whole)
 
     def spread(values: Tensor) -> Tensor:

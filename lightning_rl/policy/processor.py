@@ -1,6 +1,6 @@
 """Processor of pictures: token ids with placeholders, and the arguments of the model for them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -18,6 +18,7 @@ from lightning_rl.samples.media import join_media, pillow_images
 Pixels = UInt8[Tensor, "H W 3"]
 PART = {"type": "image"}  # of a message, where its picture stands
 PROBE = torch.zeros(56, 56, 3, dtype=torch.uint8)
+BRIGHT = torch.full_like(PROBE, 200)
 ATTRIBUTE = "lightning_rl_processor"  # of a tokenizer
 DROPPED = ("input_ids", "attention_mask")
 
@@ -53,7 +54,8 @@ class PictureProcessor:
         processor: Processor with an image processor, a tokenizer and a chat template.
 
     Raises:
-        ValueError: If an output has an entry neither for each token nor for each picture; names it.
+        ValueError: If an output has an entry neither for each token nor for each picture, or if equal pictures have
+            other outputs the second time, or different ones the same; names it.
     """
 
     processor: Any
@@ -138,6 +140,7 @@ class PictureProcessor:
     def _axes(self) -> dict[str, int | None]:
         """Axis along which an output grows with the number of pictures, by its name; None if it grows with tokens."""
         outputs = [self._call(self.write([PROBE] * number), [PROBE] * number, "a probe") for number in (1, 2)]
+        self._check_repeats(outputs[0])
         axes = dict[str, int | None]()
         for name in outputs[0].keys() - set(DROPPED):
             sizes = [tuple(output[name].shape) for output in outputs]
@@ -153,6 +156,20 @@ class PictureProcessor:
                     "another model"
                 )
         return axes
+
+    def _check_repeats(self, dark: Mapping[str, Tensor]) -> None:
+        """Check that outputs for a dark and a bright picture differ, and that those for the same one are equal."""
+        one, again = (self._call(self.write([BRIGHT]), [BRIGHT], "a probe") for _ in range(2))
+        if any(not torch.equal(one[name], again[name]) for name in one):
+            raise ValueError(
+                f"expected {type(self.processor).__name__} to give equal outputs for equal pictures, got others the "
+                "second time: change pictures at random before training, in the data"
+            )
+        if all(torch.equal(one[name], dark[name]) for name in one):
+            raise ValueError(
+                f"expected {type(self.processor).__name__} to give other outputs for other pictures, got the same: let "
+                "it read the pixels of every call"
+            )
 
     def prompt(self, pictures: Sequence[Pixels], words: str = "", index: int = 0) -> Prompt:
         """Return a prompt of pictures and words."""

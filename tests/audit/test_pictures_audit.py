@@ -2,26 +2,31 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kit.support import fit
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import AdamW
 
 from lightning_rl import PromptDataModule, RLLightningModule, SamplingParams
 from lightning_rl.audit import SignalAudit
-from lightning_rl.fields import Ragged
+from lightning_rl.data import encoding
+from lightning_rl.fields import Items, Ragged
 from lightning_rl.policy import media, model
-from lightning_rl.rollouts import collector
+from lightning_rl.rollouts import ahead, collector
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))
 import vision_task as task
 
 
-def findings(folder: Path) -> list[dict[str, Any]]:
+def findings(
+    folder: Path, *, steps: int = 2, minibatches: int = 1, staleness: int = 0, resumes: bool = False, **options: Any
+) -> list[dict[str, Any]]:
     module = RLLightningModule(
         policy=partial(task.untrained_policy, 0),
         tokenizer=task.color_processor(),
@@ -29,10 +34,15 @@ def findings(folder: Path) -> list[dict[str, Any]]:
         sampling=SamplingParams(max_new_tokens=4),
         optimizer=partial(AdamW, lr=1e-3),
         group_size=4,
+        minibatches_per_rollout=minibatches,
+        max_staleness=staleness,
     )
-    data = PromptDataModule(task.color_rows(16, seed=0), 8)
-    fit(module, callbacks=[SignalAudit()], data=data, max_steps=2, default_root_dir=folder)
-    files = list(folder.rglob("findings-0.jsonl"))
+    data = PromptDataModule(task.color_rows(32, seed=0), 8, **options)
+    saves = [ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")] if staleness else []
+    known: dict[str, Any] = {"default_root_dir": folder, "enable_checkpointing": bool(saves), "max_steps": steps}
+    ckpt_path = folder / "step=2.ckpt" if resumes else None
+    fit(module, callbacks=[SignalAudit(), *saves], data=data, ckpt_path=ckpt_path, **known)
+    files = list(folder.rglob("findings-*.jsonl"))
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
@@ -81,7 +91,48 @@ def another_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_without_a_fault_has_no_finding(tmp_path: Path) -> None:
-    assert findings(tmp_path) == []
+    assert findings(tmp_path, minibatches=2) == []
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_picture_with_exchanged_colors_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels_of = encoding.pixels_of
+    monkeypatch.setattr(encoding, "pixels_of", lambda value, name: pixels_of(value, name).flip(-1))
+    held_out = task.color_rows(8, seed=9)
+    found = {each["check"]: each["observed"] for each in findings(tmp_path, validation=held_out)}
+    assert list(found) == ["picture_source"] and found["picture_source"].endswith("of the validation set")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_pictures_that_are_not_selected_with_their_rows_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    select = Items.select
+
+    def in_order(self: Items, value: Any, rows: Any, width: int) -> Any:
+        return select(self, value, rows.sort().values if self.shared else rows, width)
+
+    monkeypatch.setattr(Items, "select", in_order)
+    (found,) = findings(tmp_path, minibatches=2)
+    assert found["check"] == "weight_sync" and found["culprit"].endswith("the rows of its microbatches")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_samples_that_a_resumed_run_loads_with_the_pictures_of_neighbors_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restore = ahead.trajectories_of_state
+
+    def shift(state: Any, prompts: Sequence[Any]) -> Any:
+        media = {each.index: other.media for each, other in zip(prompts, [*prompts[1:], prompts[0]], strict=True)}
+        return [
+            replace(one, request=replace(one.request, media=media[one.prompt.index])) for one in restore(state, prompts)
+        ]
+
+    assert findings(tmp_path, steps=4, staleness=1) == []
+    monkeypatch.setattr(ahead, "trajectories_of_state", shift)
+    found = findings(tmp_path, steps=4, staleness=1, resumes=True)
+    assert {each["check"] for each in found} == {"prompt_source"} and found[0]["rollout"] == 2
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

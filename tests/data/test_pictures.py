@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from kit.vision import PROCESSORS, picture
+from kit.vision import PROCESSORS, picture, picture_rows
 from PIL import Image, ImageOps
 from torch import Tensor
 
@@ -190,6 +190,40 @@ def test_a_processor_without_pictures_or_a_template_without_placeholders_is_refu
     processor.image_processor = None
     with pytest.raises(ValueError, match="expected a processor with a tokenizer and an image processor"):
         build_tokenizer(processor, "none")
+
+
+Processor: Any = type(PROCESSORS["qwen2_5_vl"]())
+
+
+class Jittered(Processor):
+    """Adds noise to pixels at every call."""
+
+    number = 0
+
+    def __call__(self, **options: Any) -> Any:  # noqa: D102
+        output, self.number = super().__call__(**options), self.number + 1
+        return {**output, "pixel_values": output["pixel_values"] + 0.1 * self.number}
+
+
+class Remembering(Processor):
+    """Returns the pixels of the first picture of a size."""
+
+    def __call__(self, **options: Any) -> Any:  # noqa: D102
+        output = super().__call__(**options)
+        kept: Any = self.__dict__.setdefault("kept", {})
+        return {**output, "pixel_values": kept.setdefault(output["pixel_values"].shape, output["pixel_values"])}
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(Jittered, "equal outputs for equal pictures"), (Remembering, "other outputs for other pictures")],
+)
+def test_a_processor_that_does_not_give_a_picture_its_own_pixels_is_refused(kind: Any, message: str) -> None:
+    known = PROCESSORS["qwen2_5_vl"]()
+    processor = kind(known.image_processor, known.tokenizer, None, chat_template=known.chat_template)
+    data = PromptDataset(picture_rows(4))
+    with pytest.raises(ValueError, match=f"expected {kind.__name__} to give {message}"):
+        data.connect(build_tokenizer(processor, "none"))
 
 
 def test_prompts_beyond_the_limit_are_measured_with_their_pictures() -> None:

@@ -5,7 +5,10 @@ Each check bounds the probability of its observation under a correct engine, and
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from torch import Tensor
 
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.sampling_statistics import (
@@ -17,8 +20,9 @@ from lightning_rl.audit.sampling_statistics import (
     turns_of,
 )
 from lightning_rl.audit.token_bets import WAGERS
+from lightning_rl.fields import concatenate_items
 from lightning_rl.rollout import Rollout
-from lightning_rl.samples import Media
+from lightning_rl.samples import Completion, Media, Request
 from lightning_rl.testing.properties.check import check
 from lightning_rl.testing.properties.comparisons import MIXED_UP, Skip
 from lightning_rl.utils.finding import Finding
@@ -105,8 +109,7 @@ def prompt_source(evidence: Evidence) -> Iterator[Finding | Skip]:
     turns = turns_of([trained_pairs(evidence.batches)])
     asked = {sample: pairs[0][0].prefix_ids for sample, pairs in turns.items()}
     if not asked:
-        yield Skip(NOTHING)
-        return
+        yield Skip(NOTHING)  # of a rollout that was sampled before a resume, the rows are compared below
     rollout = evidence.rollout
     trained = {
         sample: tuple(ids[:length])
@@ -138,16 +141,16 @@ def prompt_source(evidence: Evidence) -> Iterator[Finding | Skip]:
             yield Finding(culprit=culprit, expected=expected, observed=observed, samples=wrong[:4])
             return
     pictures = {sample: pairs[0][0].media for sample, pairs in turns.items()}
+    last = {sample: pairs[-1][0].media for sample, pairs in turns.items() if _is_one_context(pairs)}
     stream = {} if rollout.segments is not None else evidence.stream_prompts
+    rows, place = "stage generate, the pictures of its rows", "the pictures of the training data at its place"
     for culprit, expected, wrong in (
-        (
-            "stage generate, the pictures of its rows",
-            "the pictures of the request in the trained row",
-            _others_in_rows(rollout, pictures),
-        ),
+        (rows, "the pictures of the request in the trained row", _others_in_rows(rollout, pictures)),
+        (rows, "the pictures of the last request in the trained row, in order", _others_in_replies(rollout, last)),
+        (rows, place, _others_in_rows(rollout, {sample: prompt.media for sample, prompt in stream.items()})),
         (
             requests,
-            "the pictures of the training data at its place of the stream",
+            place,
             [each for each in pictures if each in stream and _key(pictures[each]) != _key(stream[each].media)],
         ),
     ):
@@ -164,14 +167,54 @@ def _others_in_rows(rollout: Rollout, pictures: Mapping[int, Media | None]) -> l
     """Return the samples whose rows have other arguments of the model for pictures than their requests."""
     wrong = list[int]()
     for row, sample in enumerate(rollout.sample_ids.tolist()):
-        asked = {} if (media := pictures.get(sample)) is None else media.items
         kept = {name: part for name, items in rollout.prompt_items.items() if len(part := items.of_row(row))}
-        if sample in pictures and (
-            asked.keys() != kept.keys()
-            or any(part[tuple(map(slice, asked[name].shape))].ne(asked[name]).any() for name, part in kept.items())
-        ):
+        if sample in pictures and _differ(pictures[sample], kept):
             wrong.append(sample)
     return wrong
+
+
+def _is_one_context(pairs: Sequence[tuple[Request, Completion]]) -> bool:
+    """Return True if each request of a conversation continues the one before and its answer."""
+    whole = [(request.prefix_ids, (*request.prefix_ids, *answer.token_ids)) for request, answer in pairs]
+    return all(one[0][: len(before[1])] == before[1] for before, one in pairwise(whole))
+
+
+def _others_in_replies(rollout: Rollout, pictures: Mapping[int, Media | None]) -> list[int]:
+    """Return the samples whose rows have other arguments for all their pictures than these."""
+    wrong = list[int]()
+    for row, sample in enumerate(rollout.sample_ids.tolist() if rollout.response_items else ()):
+        fields = rollout.prompt_items, rollout.response_items
+        parts = {name: [each[name].of_row(row) for each in fields if name in each] for each in fields for name in each}
+        kept = {name: whole for name, part in parts.items() if len(whole := concatenate_items(part))}
+        if sample in pictures and _differ(pictures[sample], kept):
+            wrong.append(sample)
+    return wrong
+
+
+def _differ(media: Media | None, kept: Mapping[str, Tensor]) -> bool:
+    """Return True if arguments of the model for pictures are not those in a row, which may be padded."""
+    asked = {} if media is None else media.items
+    return asked.keys() != kept.keys() or any(
+        len(part) != len(asked[name]) or bool(part[tuple(map(slice, asked[name].shape))].ne(asked[name]).any())
+        for name, part in kept.items()
+    )
+
+
+@check(
+    culprit="{data}the pictures of its prompts",
+    expected="the pictures in the columns of the row, in order, as Pillow reads them in RGB",
+    cure="read each picture of a row once, in the order of the columns",
+    of_rows=False,
+)
+def picture_source(evidence: Evidence) -> Iterator[Finding | Skip]:
+    """A few prompts of the training data and of each evaluation have the pictures of their own rows."""
+    if not evidence.strange_pictures:
+        yield Skip("no prompt has pictures")
+    for name, places in evidence.strange_pictures.items():
+        if places:
+            samples = [each for each, prompt in evidence.stream_prompts.items() if prompt.index in places]
+            observed = f"others in prompt {places[0]} of {name}"
+            yield Finding(observed=observed, samples=samples[:4] if name == "the training data" else [])
 
 
 @check(

@@ -103,13 +103,35 @@ def weight_sync(evidence: Evidence) -> Iterator[Finding | Skip]:
     per_row = gap.sum(-1) / fresh.sum(-1).clamp(min=1)
     mean = float(gap.sum() / fresh.sum().clamp(min=1))
     if mean > tolerance or bool((per_row > 5 * tolerance).any()):
-        worst = int(per_row.argmax())
+        worst, read = int(per_row.argmax()), "pictures that it reads otherwise, " * bool(rows.prompt_items)
         yield Finding(
             expected=f"log-probabilities within {tolerance:.2g} nats of the policy's",
             observed=f"{mean:.3g} nats apart on average, {float(per_row[worst]):.3g} in one row: other "
-            "weights, a stale cache, or another temperature",
+            f"weights, a stale cache, {read}or another temperature",
             samples=[int(rows.sample_ids[worst])],
             positions=[int(gap[worst].argmax())],
+        )
+        return
+    yield from _other_old_logprobs(evidence, tolerance)
+
+
+def _other_old_logprobs(evidence: Evidence, tolerance: float) -> Iterator[Finding]:
+    """Yield a finding for rows, among all of the rollout, whose old log-probabilities are not the engine's."""
+    rows = evidence.rollout
+    if rows.old_logprobs is None or rows.rollout_logprobs is None:
+        return
+    fresh = rows.valid_tokens & (rows.policy_version == evidence.number)
+    gap = torch.where(fresh, (rows.rollout_logprobs - rows.old_logprobs).double().abs(), 0.0)
+    per_row = gap.sum(-1) / fresh.sum(-1).clamp(min=1)
+    wrong = per_row > 5 * tolerance
+    if bool(wrong.any()):
+        yield Finding(
+            culprit=f"{BEFORE}, the rows of its microbatches",
+            expected="old log-probabilities of the rows that were sampled, as those of a few rows are",
+            observed=f"{float(per_row.max()):.3g} nats apart on average in {int(wrong.sum())} of {len(rows)} rows",
+            cure="score each row with its own tokens and pictures",
+            samples=rows.sample_ids[wrong][:4].tolist(),
+            positions=[int(gap[per_row.argmax()].argmax())],
         )
 
 

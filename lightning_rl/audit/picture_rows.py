@@ -1,0 +1,48 @@
+"""Pictures of prompts, read again from the columns of their rows without the code of the data module."""
+
+import io
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from lightning_rl.data.pictures import column_pictures
+from lightning_rl.samples import Prompt
+
+FEW = 4  # prompts of a data set
+ROUNDING = 2  # levels of a color, where a transparent picture is put on white
+
+
+def strange_pictures(prompts: Sequence[Prompt]) -> list[int]:
+    """Return the indices of a few prompts whose pictures are others than those in the columns of their rows."""
+    some = islice((each for each in prompts if column_pictures(each.columns)), FEW)
+    return [each.index for each in some if not _has_own_pictures(each)]
+
+
+def _has_own_pictures(prompt: Prompt) -> bool:
+    found = () if prompt.media is None else prompt.media.pictures
+    own = list(_read(column_pictures(prompt.columns)))
+    if len(found) > len(own):  # some are in its messages
+        return True
+    return len(found) == len(own) and all(
+        one.shape == two.shape and np.abs(one.numpy().astype(int) - two).max() <= ROUNDING
+        for one, two in zip(found, own, strict=True)
+    )
+
+
+def _read(values: Sequence[Any]) -> Iterator[np.ndarray[Any, Any]]:
+    """Yield the pixels of pictures in RGB, upright and on white."""
+    from PIL import Image, ImageOps
+
+    for value in values:
+        held = (value.get("bytes") or value["path"]) if isinstance(value, dict) else value
+        source = io.BytesIO(held) if isinstance(held, bytes) else held
+        whole = source if isinstance(source, Image.Image) else Image.open(source)
+        upright = ImageOps.exif_transpose(whole)
+        if "A" in upright.getbands() or "transparency" in upright.info:
+            upright = upright.convert("RGBA")
+            white = Image.new("RGB", upright.size, "white")
+            white.paste(upright, mask=upright.getchannel("A"))
+            upright = white
+        yield np.array(upright.convert("RGB")).astype(int)
