@@ -207,7 +207,7 @@ def _differ(media: Media | None, kept: Mapping[str, Tensor]) -> bool:
     of_rows=False,
 )
 def picture_source(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """A few prompts of the training data and of each evaluation have the pictures of their own rows."""
+    """A few prompts of the training data and of each evaluation have the pictures of their rows."""
     if not evidence.strange_pictures:
         yield Skip("no prompt has pictures")
     for name, places in evidence.strange_pictures.items():
