@@ -2,12 +2,13 @@
 
 import io
 from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from lightning_rl.data.pictures import column_pictures
+from lightning_rl.data.pictures import column_pictures, is_picture
 from lightning_rl.samples import Prompt
 
 FEW = 4  # prompts of a data set
@@ -18,6 +19,13 @@ def strange_pictures(prompts: Sequence[Prompt]) -> list[int]:
     """Return the indices of a few prompts whose pictures are others than those in the columns of their rows."""
     some = islice((each for each in prompts if column_pictures(each.columns)), FEW)
     return [each.index for each in some if not _has_own_pictures(each)]
+
+
+def shown(value: Any) -> str:
+    """Return a text of a value of a column, in which pictures of Pillow stand for their pixels, not for their place."""
+    if is_picture(value) and not isinstance(value, dict):
+        return f"{value.mode} {value.size} {sha256(value.tobytes()).hexdigest()}"
+    return repr([shown(each) for each in value]) if isinstance(value, list | tuple) else repr(value)
 
 
 def _has_own_pictures(prompt: Prompt) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from lightning_rl.audit.cursor import CursorWatch, Ids
 from lightning_rl.audit.live import LiveRun
-from lightning_rl.audit.picture_rows import strange_pictures
+from lightning_rl.audit.picture_rows import shown, strange_pictures
 from lightning_rl.data import Prompt, PromptDataModule
 from lightning_rl.data.prompt_stream import PromptStream
 from lightning_rl.data.row_schema import CONTINUES, TOOLS, VARIABLES, Reading, is_token_ids, own_variables
@@ -109,13 +109,16 @@ class PromptWatch:
             for place, sample in enumerate(ids):
                 columns = rows[sample // size].columns if sample // size in rows else {}
                 if any(
-                    name in call.columns and repr(call.columns[name][place]) != repr(columns[name]) for name in columns
+                    name in call.columns and shown(call.columns[name][place]) != shown(columns[name])
+                    for name in columns
                 ):
                     wrong.setdefault(call.name, []).append(sample)
         return wrong
 
     def of_rewards(self, calls: Sequence[RewardCall], samples: Sequence[Sequence[int]]) -> dict[int, Ids]:
         """Return the token ids of the prompts that rewards get for a few samples, by sample id."""
+        if self._data.pass_length is None and processor_of(self._live.tokenizer) is not None:
+            return {}  # a stream has read the pictures
         contents = dict[int, tuple[Any, Mapping[str, Any]]]()
         for call, ids in zip(calls, samples, strict=True):
             stride = max(len(ids) // MAX_GROUPS, 1)
@@ -146,8 +149,11 @@ class PromptWatch:
     ) -> HeldOut | None:
         """Return the trained held-out prompts of the set that shares most with the training data.
 
-        None without held-out sets, or if they are intentionally the training set.
+        None without held-out sets, if they are intentionally the training set, or if the policy reads pictures, which
+        tell prompts of the same token ids apart.
         """
+        if processor_of(self._live.tokenizer) is not None:
+            return None
         own = self._own_rows(rollout, calls, samples)
         sets = [self._held_out_of(name, prompts, own) for name, prompts in self._held_out_prompts.items()]
         return max(sets, key=lambda one: (one.longest, one.shared / one.number, one.trained / one.number), default=None)

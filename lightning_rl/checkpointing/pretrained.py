@@ -22,6 +22,7 @@ from lightning_rl.environments import Conversations
 from lightning_rl.losses import Critic
 from lightning_rl.policy.build import ModelSource, build_model
 from lightning_rl.policy.lora import base_model_of, merge_adapters
+from lightning_rl.policy.processor import processor_of
 from lightning_rl.policy.text_model import backbone_of
 from lightning_rl.rewards import Rewards
 from lightning_rl.serialization import ARGUMENTS, CLASS, MAX_ITEMS, describe, is_import_path, path_of, restore
@@ -235,7 +236,7 @@ def write_pretrained(
         folder: Target folder.
         weights: Full tensors of a :class:`PolicyModel`; every rank has to iterate over them.
         sources: Sources of the ``"policy"`` and ``"critic"`` models.
-        tokenizer: Tokenizer to save with the model.
+        tokenizer: Tokenizer to save with the model, and with its processor of pictures.
         writing: True on the one rank that writes.
 
     Raises:
@@ -246,10 +247,11 @@ def write_pretrained(
     whole = _finite_copies(weights, keeps=writing)
     if not writing:
         return
+    processor = processor_of(tokenizer)
     for prefix, source, place in (("model.", "policy", folder), ("critic.", "critic", folder / "critic")):
         part = {name.removeprefix(prefix): weight for name, weight in whole.items() if name.startswith(prefix)}
         if part:
-            model = build_model(sources[source], head=source == "policy")
+            model = build_model(sources[source], head=source == "policy", whole=processor is not None)
             _load(base_model_of(model) if source == "policy" else backbone_of(model), part)
             _fix_parametrizations(merge_adapters(model)).save_pretrained(place)
     if "value_head.weight" in whole:
@@ -258,7 +260,7 @@ def write_pretrained(
     for file in (*folder.glob("*.safetensors"), *folder.glob("critic/*.safetensors")):
         apply_umask(file)
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        tokenizer.save_pretrained(folder) if processor is None else processor.save(folder)
 
 
 def _finite_copies(weights: Iterable[tuple[str, Tensor]], *, keeps: bool) -> dict[str, Tensor]:

@@ -71,6 +71,7 @@ class PromptDataset:
         self._encoder = self._encoder_of(None, None, None)
         self._fingerprint: tuple[Any, str] = (None, "")
         self._lengths: array[int] = array("i")
+        self._keys: array[int] = array("q")  # of the pictures of each row; empty for a policy that reads none
         self._kept: array[int] | None = None
         self._columns: tuple[str, ...] = ()
         self._connection: tuple[Any, ...] = ()
@@ -89,8 +90,13 @@ class PromptDataset:
         rows = numbers if self._kept is None else [self._kept[number] for number in numbers]
         readings = self._take(rows)
         prompts = self._encoder.prompts(readings, numbers if places is None else places, self._columns)
-        for prompt, reading in zip(prompts, readings, strict=True):
+        for prompt, reading, row in zip(prompts, readings, rows, strict=True):
             self._encoder.check_length(len(prompt.token_ids), reading.name)
+            if self._keys and _key_of(prompt) != self._keys[row]:
+                raise ValueError(
+                    f"expected the pictures of {reading.name} as they were at the start, got others: change copies of "
+                    "pictures in rewards, environments and preprocess=, and nothing at random"
+                )
         return prompts
 
     def examples(self, number: int) -> list[Prompt]:
@@ -122,7 +128,7 @@ class PromptDataset:
             return
         encoder = self._encoder = self._encoder_of(tokenizer, max_tokens, vocabulary)
         lengths: array[int] = array("i")
-        columns = set[str]()
+        columns, keys = set[str](), array("q")
         for numbers, rows in self.rows.batches():
             readings = self._read(numbers, rows)
             names = [reading.name for reading in readings]
@@ -130,12 +136,15 @@ class PromptDataset:
             if check is not None:
                 for number, reading in zip(numbers, readings, strict=True):
                     check(reading.columns, self._name(number))
-            batch = [len(prompt.token_ids) for prompt in encoder.prompts(readings)]
+            prompts = encoder.prompts(readings)
+            batch = [len(prompt.token_ids) for prompt in prompts]
             lengths.extend(batch)
+            keys.extend(_key_of(prompt) for prompt in prompts if encoder.processor is not None)
             if self.too_long == "error":
                 for length, name in zip(batch, names, strict=True):
                     encoder.check_length(length, name)
         self._lengths, self._connection, self._kept, self._limited = lengths, connection, None, False
+        self._keys = keys
         self._columns = tuple(sorted(columns))
         if encoder.max_tokens is not None and max(lengths) > encoder.max_tokens:
             self._drop(encoder.max_tokens)
@@ -226,3 +235,7 @@ class PromptDataset:
             return
         for number, names in self.rows.headers():
             self.form.check_names(names, "the data set" if number is None else self._name(number))
+
+
+def _key_of(prompt: Prompt) -> int:
+    return 0 if prompt.media is None else prompt.media.key

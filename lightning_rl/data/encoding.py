@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
 from lightning_rl.data.dropped_parts import dropped_parts, mark_messages, moved_parts
-from lightning_rl.data.pictures import column_pictures, pixels_of, place_pictures
+from lightning_rl.data.pictures import column_pictures, is_picture, pixels_of, place_pictures
 from lightning_rl.data.row_schema import CONTINUES, TOOLS, VARIABLES, PromptForm, Reading, has_pictures, is_token_ids
 from lightning_rl.policy.processor import PictureProcessor, Pixels, processor_of
 from lightning_rl.samples import Media, Prompt
@@ -110,14 +110,14 @@ class Encoder:
                 if self.processor is not None and pictures:
                     encodings[number], media[number] = self.processor.encode(text, pictures, name)
                     continue
-                if self.processor is not None:
-                    self.processor.check(text, 0, name)
                 rendered[number] = text
         names = [reading.name for reading in readings]
         encodings |= self._tokenize(plain, names) | self._tokenize(rendered, names, add_special_tokens=False)
         prompts = list[Prompt]()
         for number, reading in enumerate(readings):
             self._check(reading.content, reading.name, encodings[number])
+            if self.processor is not None and number not in media:
+                self.processor.check_ids(encodings[number], reading.name)
             record = reading.content, reading.columns, reading.variables, data_columns
             place = number if places is None else places[number]
             prompts.append(Prompt(place, encodings[number], *record, media=media.get(number)))
@@ -132,7 +132,8 @@ class Encoder:
         content, columns = reading.content, column_pictures(reading.columns)
         is_chat = not isinstance(content, str) and not is_token_ids(content)
         if self.processor is None:
-            if is_chat and any(has_pictures(message.get("content")) for message in content):
+            in_text = is_chat and any(has_pictures(message.get("content")) for message in content)
+            if in_text or any(map(is_picture, columns)):
                 raise ValueError(
                     f"expected text, since the policy reads no pictures, got a picture in {reading.name}: pass "
                     "tokenizer=AutoProcessor.from_pretrained(...) of the policy, or leave the pictures out"

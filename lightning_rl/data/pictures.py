@@ -1,5 +1,6 @@
 """Pictures of rows and messages: their forms, their places in the text, and their pixels."""
 
+import base64
 import io
 import os
 import re
@@ -17,16 +18,27 @@ TAG = re.compile(r"<image>")  # place of a picture in the text of a row, as verl
 PARTS = ("image", "image_url")  # types of parts of a message, as chat templates and OpenAI write them
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")  # of PIL, which become RGB without loss
 MAX_PIXELS = 2**26
+MAX_PATH = 4096  # letters
+DATA_URL = re.compile(r"data:image/[a-z+]+;base64,")
 INSTALL = "pip install lightning-rl[images]"
 
 
 def column_pictures(columns: Mapping[str, Any]) -> list[Any]:
-    """Return the pictures in the columns ``images`` and ``image``, in order."""
-    found = list[Any]()
-    for name in COLUMNS:
-        value = columns.get(name)
-        found += value if isinstance(value, list | tuple) else [] if value is None else [value]
-    return found
+    """Return the pictures in the column ``images`` or ``image``, in order; an empty text is none.
+
+    Raises:
+        ValueError: If there are some in both.
+    """
+    values = [columns.get(name) for name in COLUMNS]
+    found = [[*each] if isinstance(each, list | tuple) else [] if each in (None, "") else [each] for each in values]
+    if all(found):
+        raise ValueError(f"expected pictures in one of the columns {' and '.join(COLUMNS)}, got both: leave one out")
+    return [*found[0], *found[1]]
+
+
+def is_picture(value: Any) -> bool:
+    """Return True for a picture of Pillow, or a mapping of a data set with the bytes of one."""
+    return type(value).__module__.startswith("PIL.") or (isinstance(value, Mapping) and value.get("bytes") is not None)
 
 
 def place_pictures(
@@ -46,13 +58,16 @@ def place_pictures(
     Raises:
         ValueError: If the numbers of pictures and of places differ.
     """
-    rest, found, placed = list(pictures), list[Any](), list[dict[str, Any]]()
+    if any(value is None for value in pictures):
+        raise ValueError(f"expected a picture for each entry of the columns of {name}, got None: leave it out")
+    rest, found, placed, own = list(pictures), list[Any](), list[dict[str, Any]](), 0
     tagged = bool(pictures) and not any(_is_place(part) for message in messages for part in _parts(message))
     for message in messages:
         parts = [piece for part in _parts(message) for piece in (_split(part) if tagged else [part])]
         for number, part in enumerate(parts):
             if _is_place(part):
-                value = part.get("image", part.get("image_url"))
+                value = picture_in(part)
+                own += value is not None
                 found.append(value if value is not None or not rest else rest.pop(0))
                 parts[number] = dict(PART)
         has_place = any(map(_is_place, parts))
@@ -65,9 +80,21 @@ def place_pictures(
     if rest or any(value is None for value in found):
         raise ValueError(
             f"expected a picture for each place of one in {name}, got {len(pictures)} in the columns "
-            f"{' and '.join(COLUMNS)} for {len(found)} places: write <image>, or a part of type image, once for each"
+            f"{' and '.join(COLUMNS)} for {len(found) - own} places: write <image>, or a part of type image, once for "
+            "each"
         )
     return placed, found
+
+
+def picture_in(part: Mapping[str, Any]) -> Any:
+    """Return the picture of a part of a message; None if it stands for the next picture of its row."""
+    return next((part[key] for key in (*PARTS, "path", "url") if part.get(key) is not None), None)
+
+
+def has_open_place(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if a part of a message stands for a picture that the messages do not have."""
+    parts = (part for message in messages for part in _parts(message) if _is_place(part))
+    return any(picture_in(part) is None for part in parts)
 
 
 def _is_place(part: Any) -> bool:
@@ -107,17 +134,18 @@ def pixels_of(value: Any, name: str) -> Pixels:
     try:
         if not isinstance(source, Image.Image):
             opened = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
-        _check(opened, name)
+    except (UnidentifiedImageError, Image.DecompressionBombError) as error:
+        vector = (isinstance(source, bytes) and b"<svg" in source[:4096]) or str(source).endswith(".svg")
+        drawn = "a drawing in SVG: convert it to PNG" if vector else f"{_description(value)}: {error}"
+        raise ValueError(f"expected {name} to be a picture that Pillow reads, got {drawn}") from error
+    _check(opened, name)
+    try:
         upright = ImageOps.exif_transpose(opened)
         if upright.mode in ("LA", "PA", "RGBA") or "transparency" in upright.info:
             above = upright.convert("RGBA")
             upright = Image.alpha_composite(Image.new("RGBA", above.size, "white"), above)
         array = np.array(upright.convert("RGB"))
-    except (UnidentifiedImageError, Image.DecompressionBombError) as error:
-        vector = (isinstance(source, bytes) and b"<svg" in source[:4096]) or str(source).endswith(".svg")
-        drawn = "a drawing in SVG: convert it to PNG" if vector else f"{_description(value)}: {error}"
-        raise ValueError(f"expected {name} to be a picture that Pillow reads, got {drawn}") from error
-    except (OSError, SyntaxError) as error:
+    except (OSError, SyntaxError, ValueError) as error:
         raise ValueError(f"expected {name} to be a whole picture, got {_description(value)}: {error}") from error
     return torch.from_numpy(array)
 
@@ -129,9 +157,10 @@ def _check(picture: Any, name: str) -> None:
     if width * height > MAX_PIXELS:
         raise ValueError(f"expected {name} of at most {MAX_PIXELS} pixels, got {width} x {height}: make it smaller")
     if picture.mode not in MODES:
-        raise ValueError(
-            f'expected {name} in RGB, got the mode {picture.mode} of Pillow: convert it, as picture.convert("RGB")'
-        )
+        cure = 'convert it, as picture.convert("RGB")'
+        if picture.mode.startswith(("I", "F")):  # which Pillow would cut off at 255
+            cure = "scale its values to 0 to 255, and save 8 bits"
+        raise ValueError(f"expected {name} in RGB, got the mode {picture.mode} of Pillow: {cure}")
 
 
 def _source(value: Any, name: str) -> Any:
@@ -143,12 +172,14 @@ def _source(value: Any, name: str) -> Any:
         return bytes(value)
     if isinstance(value, str | os.PathLike):
         text = os.fspath(value)
+        if data := DATA_URL.match(text):
+            return base64.b64decode(text[data.end() :])
         if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:", text):
             raise ValueError(
                 f"expected {name} to be a file, bytes or a picture of Pillow, got the address {text:.80}: download it "
                 "first, since a run does not depend on what an address returns"
             )
-        if not Path(text).is_file():
+        if len(text) > MAX_PATH or not Path(text).is_file():
             raise ValueError(f"expected {name} to be a file that exists, got {text:.200}")
         return text
     if type(value).__module__.partition(".")[0] != "PIL":

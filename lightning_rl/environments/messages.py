@@ -4,7 +4,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_rl.data.pictures import pixels_of, place_pictures
+from torch import Tensor
+
+from lightning_rl.data.pictures import has_open_place, pixels_of, place_pictures
 from lightning_rl.environments.chat_template import Bridge, with_callers
 from lightning_rl.environments.environment import Action, Environment, StepResult, TokenStep
 from lightning_rl.environments.parsing import AnswerParser, truncated_parser
@@ -53,7 +55,7 @@ class MessageEnvironment:
     def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
         """Return the prompt of the environment's first messages, or of the row's."""
         own = check_reset(self.environment, self.environment.reset(row, seed))
-        opening, pictures = self._take_pictures(own) if own else (self._prompt, self._pictures)
+        opening, pictures = self._take_pictures(own, self._pictures) if own else (self._prompt, self._pictures)
         if not opening:
             raise ValueError(
                 f"expected {name_of(self.environment)}.reset to return messages for a prompt of token ids, got none: "
@@ -100,11 +102,15 @@ class MessageEnvironment:
             media=media,
         )
 
-    def _take_pictures(self, messages: Sequence[Message]) -> tuple[Sequence[Message], list[Pixels]]:
-        """Return messages with places of pictures, and the pictures."""
-        placed, found = place_pictures(messages, [], f"messages of {name_of(self.environment)}")
+    def _take_pictures(
+        self, messages: Sequence[Message], of_row: Sequence[Pixels] = ()
+    ) -> tuple[Sequence[Message], list[Pixels]]:
+        """Return messages with places of pictures, and the pictures; places without a picture have those of the row."""
+        given = of_row if has_open_place(messages) else ()
+        placed, found = place_pictures(messages, given, f"messages of {name_of(self.environment)}")
         names = (f"picture {number} of {name_of(self.environment)}" for number in range(len(found)))
-        return placed, [pixels_of(*pair) for pair in zip(found, names, strict=True)]
+        pairs = zip(found, names, strict=True)
+        return placed, [value if isinstance(value, Tensor) else pixels_of(value, name) for value, name in pairs]
 
     def _expand(self, token_ids: Sequence[int], pictures: Sequence[Pixels]) -> tuple[tuple[int, ...], Media | None]:
         """Return token ids with all placeholders of pictures, and their media."""

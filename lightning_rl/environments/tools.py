@@ -17,7 +17,8 @@ import torch
 from transformers.utils.chat_template_utils import get_json_schema
 from typing_extensions import override
 
-from lightning_rl.data.row_schema import tool_schema
+from lightning_rl.data.pictures import is_picture
+from lightning_rl.data.row_schema import has_pictures, tool_schema
 from lightning_rl.environments.environment import Action, Environment, StepResult, ToolCall
 from lightning_rl.processes.errors import CallError
 from lightning_rl.rewards.optional_imports import require
@@ -27,6 +28,7 @@ from lightning_rl.utils.event_loop import EventLoop
 from lightning_rl.utils.naming import name_of
 
 Tool = Callable[..., Any]
+Content = str | list[dict[str, Any]]  # of a message: a text, or parts with pictures
 LOOP = EventLoop("async tools")  # of the process, so that connections remain usable in later turns
 MAX_CHARACTERS = 16_384
 WORDLESS = (object.__str__, bytes.__str__, bytearray.__str__)  # their text is Python's representation
@@ -122,7 +124,7 @@ class ToolEnvironment(Environment):
         """Run the calls of the answer in order; none if it was truncated."""
         if answer.truncated or not (answer.tool_calls or answer.errors):
             return StepResult(done=True, reward=self.reward())
-        results = list(map(_text_of, self._run(answer.tool_calls)))
+        results = list(map(_content_of, self._run(answer.tool_calls)))
         replies = [self._reply(call, result) for call, result in zip(answer.tool_calls, results, strict=True)]
         unread = [{"role": "tool", "name": "error", "content": self._cut(_error(error))} for error in answer.errors]
         errors = sum(isinstance(result, BaseException) for result in results)
@@ -160,10 +162,11 @@ class ToolEnvironment(Environment):
             raise TypeError("; ".join(f"{error.json_path.removeprefix('$.')}: {error.message}" for error in wrong))
         return tool
 
-    def _reply(self, call: ToolCall, result: str | BaseException) -> Message:
-        text = result if isinstance(result, str) else _error(str(CallError.of(result)))
+    def _reply(self, call: ToolCall, result: Content | BaseException) -> Message:
+        content = _error(str(CallError.of(result))) if isinstance(result, BaseException) else result
         number = {} if call.id is None else {"tool_call_id": call.id}
-        return {"role": "tool", "name": call.name, **number, "content": self._cut(text)}
+        cut = self._cut(content) if isinstance(content, str) else content
+        return {"role": "tool", "name": call.name, **number, "content": cut}
 
     def _cut(self, text: str) -> str:
         limit = self.max_characters
@@ -315,14 +318,27 @@ def _columns_for(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -
     return {name: value for name, value in columns.items() if name in parameters}
 
 
-def _text_of(result: Any) -> str | BaseException:
-    """Return the result of a call as text, or the exception of the call or the conversion."""
+def _content_of(result: Any) -> Content | BaseException:
+    """Return the result of a call as content of a message, or the exception of the call or the conversion."""
     if isinstance(result, BaseException):
         return result
     try:
-        return _text(result)
+        return _content(result)
     except (Exception, SystemExit) as error:  # noqa: BLE001  as above
         return error
+
+
+def _content(value: Any) -> Content:
+    """Return a text, or parts for a picture, pictures and texts in a list, or parts with pictures."""
+    values = value if isinstance(value, list | tuple) else [value]
+    if has_pictures(value):
+        return [dict(part) for part in value]
+    if any(map(is_picture, values)):
+        return [
+            {"type": "image", "image": each} if is_picture(each) else {"type": "text", "text": _text(each)}
+            for each in values
+        ]
+    return _text(value)
 
 
 def _text(value: Any) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_rl.data.row_schema import content_cure, has_pictures
+from lightning_rl.data.pictures import COLUMNS, column_pictures, is_picture
+from lightning_rl.data.row_schema import content_cure, has_pictures, joined_parts
 from lightning_rl.environments.environment import Environment, StepResult, TokenEnvironment, TokenStep
 from lightning_rl.environments.tools import ObjectEnvironment, has_schema
 from lightning_rl.samples import Message
@@ -106,7 +107,14 @@ def check_messages(messages: Any, where: str, roles: Sequence[str] = CONTEXT_ROL
         if role not in roles:
             raise ValueError(f"expected {name} to have one of the roles {', '.join(roles)}, got {role!r:.200}")
         calls = role == "assistant" and message.get("tool_calls")
-        if not isinstance(content, str) and not (content is None and calls) and not has_pictures(content):
+        beside = [key for key in COLUMNS if any(map(is_picture, column_pictures({key: message.get(key)})))]
+        if beside:
+            raise TypeError(
+                f'expected the pictures of {name} as parts of its content, {{"type": "image", "image": ...}}, got some '
+                f'in "{beside[0]}"'
+            )
+        fits = isinstance(joined_parts(content), str) or has_pictures(content)
+        if not fits and not (content is None and calls):
             raise TypeError(
                 f"expected {name} to have a text as content, as {EXAMPLE}, got {content!r:.200}: "
                 + content_cure(content)
@@ -140,8 +148,13 @@ def name_of(environment: Any) -> str:
 
 
 def copy_message(message: Message) -> dict[str, Any]:
-    """Return a message without entries that are None, which templates would write, and with a text as content."""
-    return {"content": "", **{key: value for key, value in message.items() if value is not None}}
+    """Return a message without entries that are None, which templates would write, and with a text as content.
+
+    Content of parts is kept if it has pictures.
+    """
+    text = joined_parts(message.get("content"))
+    kept = {key: value for key, value in message.items() if value is not None}
+    return {"content": "", **kept, **({} if text is None else {"content": text})}
 
 
 def plain(value: Any) -> Any:

@@ -512,6 +512,9 @@ def check_scoring(
         with _refusing_errors(model, packed=False, rows=rows if pictures else None):
             own = {name: value.to(model.device) for name, value in own_arguments(model.base_model, one).items()}
             logits = model(input_ids=alone[None], use_cache=False, **own).logits[0, prompt - 1 : -1]
+            others = {name: -value if value.is_floating_point() else value for name, value in own.items()}
+            if own and torch.equal(logits, model(input_ids=alone[None], **others).logits[0, prompt - 1 : -1]):
+                raise ValueError("other pictures change no log-probability")
         if logits.shape[-1] != len(head_of(model).weight):
             raise ValueError(
                 f"expected {type(model).__name__} to score the {len(head_of(model).weight)} tokens of its vocabulary "
@@ -660,7 +663,12 @@ def _refusing_errors(
         if packed:
             check_scoring(model, packed=False, split=split, rows=rows)  # refuses the model if padding does not help
         what = "text alone" if rows is None else "text and pictures"
-        cure = PADDED if packed else f"train another model, as this one needs more than {what.split(' alone')[0]}"
+        cure = PADDED if packed else "train another model, as this one needs more than text"
+        if rows is not None and not packed:
+            cure = (
+                "pass the processor of its own files as tokenizer=, or that of a policy that reads pictures; for a "
+                "policy of text, a tokenizer"
+            )
         raise ValueError(
             f"expected {type(model).__name__} to read {'packed' if packed else 'padded'} tokens of {what}, got "
             f"{type(error).__name__}: {error}: {cure}"

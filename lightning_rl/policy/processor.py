@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -123,6 +124,13 @@ class PictureProcessor:
                 ids, parts = [*ids, *own], [*parts, media]
         return tuple(ids), join_media(parts)
 
+    def save(self, folder: Path) -> None:
+        """Write the processor; one without a part, such as that of videos, as its tokenizer and image processor."""
+        parts = [getattr(self.processor, name, None) for name in self.processor.get_attributes()]
+        whole = all(part is not None for part in parts)
+        for part in [self.processor] if whole else [part for part in parts if part is not None]:
+            part.save_pretrained(folder)
+
     def check(self, text: str, number: int, name: str) -> None:
         """Check that a text that the chat template wrote has one placeholder for each picture.
 
@@ -134,6 +142,20 @@ class PictureProcessor:
             raise ValueError(
                 f"expected a chat template that writes {mark} for each picture, and a text without it, got {written} "
                 f"for the {number} pictures of {name}: set a chat template for pictures, or take {mark} out of the text"
+            )
+
+    def check_ids(self, token_ids: Sequence[int], name: str) -> None:
+        """Check that the token ids of a prompt without pictures have no placeholder of one.
+
+        Raises:
+            ValueError: If they have; names the row.
+        """
+        mark = getattr(self.processor, "image_token", None)
+        place: Any = None if mark is None else self.tokenizer.convert_tokens_to_ids(mark)
+        if place in token_ids:
+            raise ValueError(
+                f"expected a prompt without {mark}, which stands for a picture, got one in {name}, which has none: "
+                "take it out, or give the row its pictures"
             )
 
     @cached_property

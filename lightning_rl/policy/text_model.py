@@ -7,6 +7,7 @@ Otherwise the whole model is built, with everything but its language model froze
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -88,6 +89,13 @@ def tower_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 
 def freeze_towers(model: PreTrainedModel) -> None:
-    """Freeze everything outside of the language model, which gets no gradient from text."""
-    for parameter in tower_parameters(model).values():
+    """Freeze everything outside of the language model, and warn of adapters there."""
+    towers = tower_parameters(model)
+    adapters = [name for name, parameter in towers.items() if parameter.requires_grad and ".lora_" in name]
+    if adapters:
+        rank_zero_warn(
+            f"{len(adapters)} tensors of adapters on towers do not train, as {adapters[0]}: name the layers of the "
+            "language model in target_modules"
+        )
+    for parameter in towers.values():
         parameter.requires_grad_(False)  # noqa: FBT003  a method of torch

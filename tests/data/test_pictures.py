@@ -1,5 +1,6 @@
 """Pictures of rows: the forms in which data have them, their places in the messages, and pictures that are refused."""
 
+import base64
 import io
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from kit.vision import PROCESSORS, picture, picture_rows
+from kit.support import fit, tiny_module, tiny_policy, tiny_tokenizer
+from kit.vision import PROCESSORS, picture, picture_rows, vision_model
 from PIL import Image, ImageOps
 from torch import Tensor
+from transformers import AutoProcessor
 
 from lightning_rl import PromptDataModule
 from lightning_rl.data import Prompt, PromptDataset
@@ -164,7 +167,7 @@ def test_a_bad_picture_is_one_error_before_training_that_names_the_row(name: str
         ({"prompt": [{"role": "user", "content": [PLACE, ASK]}], "images": [RED, BLUE]}, "got 2 .* for 1 places"),
         ({"prompt": "what <image> color", "images": [RED, BLUE]}, "got 2 .* for 1 places"),
         ({"prompt": "what <image> <image> color", "images": [RED]}, "got 1 .* for 2 places"),
-        ({"prompt": "what <image> color"}, "and a text without it, got 1 for the 0 pictures"),
+        ({"prompt": "what <image> color"}, "expected a prompt without <image>, which stands for a picture"),
         ({"prompt": [{"role": "user", "content": [{"type": "video", "video": "x"}, ASK]}]}, "sound and videos are not"),
         ({"prompt": [{"role": "user", "content": [{"type": "audio"}, ASK]}]}, "sound and videos are not"),
     ],
@@ -231,3 +234,89 @@ def test_prompts_beyond_the_limit_are_measured_with_their_pictures() -> None:
     data = PromptDataModule(rows, 1, chat=True, max_prompt_tokens=12, too_long="drop")
     data.connect(build_tokenizer(PROCESSORS["qwen2_5_vl"](), "none"), None)
     assert data.pass_length == 1
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    ("family", "processor"), [("", "qwen2_5_vl"), ("llava_next", "internvl"), ("gemma3", "qwen3_vl")]
+)
+def test_a_policy_that_does_not_read_the_pictures_of_its_processor_is_refused(
+    family: str, processor: str, packed: bool
+) -> None:
+    policy = (lambda: vision_model(family)) if family else tiny_policy
+    module = tiny_module(policy=policy, tokenizer=PROCESSORS[processor](), packing=packed, eos_token_ids=[1])
+    with pytest.raises(ValueError, match="pass the processor of its own files as tokenizer="):
+        fit(module, data=PromptDataModule(picture_rows(8), 4))
+
+
+def test_a_policy_that_reads_pictures_is_written_with_its_processor(tmp_path: Path) -> None:
+    known, folders = PROCESSORS["gemma3"](), [tmp_path / "given", tmp_path / "written"]
+    vision_model("gemma3").save_pretrained(folders[0])
+    options: dict[str, Any] = {"tokenizer": known, "packing": False, "eos_token_ids": [1]}
+    trained = tiny_module(policy=str(folders[0]), **options)
+    fit(trained, data=PromptDataModule(picture_rows(4), 4))
+    trained.save_pretrained(folders[1])
+    again = tiny_module(policy=str(folders[1]), **{**options, "tokenizer": AutoProcessor.from_pretrained(folders[1])})
+    fit(again, data=PromptDataModule(picture_rows(4), 4), max_steps=0)
+    weights = (dict(module.required_policy.model.named_parameters()) for module in (trained, again))
+    one, two = weights
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_column_of_pictures_is_refused_by_a_policy_of_text() -> None:
+    data = PromptDataset([{"prompt": "red", "images": [RED]}])
+    with pytest.raises(ValueError, match="the policy reads no pictures, got a picture in prompt 0"):
+        data.connect(tiny_tokenizer())
+    other = PromptDataset([{"prompt": "red", "image": "python:3.11"}])
+    other.connect(tiny_tokenizer())
+    assert other.prompt(0).columns == {"image": "python:3.11"}
+
+
+def encoded(made: Image.Image) -> str:
+    return base64.b64encode(file_of(made)).decode()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded(RED)}"}},
+        {"type": "image", "path": "red.png"},
+        {"type": "image", "url": "red.png"},
+    ],
+)
+def test_parts_as_openai_and_transformers_write_them_have_their_pictures(
+    part: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    RED.save("red.png")
+    assert shown(prompt_of({"prompt": [{"role": "user", "content": [part, ASK]}]})) == [(56, 56, 255, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"images": [None]}, "got None: leave it out"),
+        ({"images": [RED], "image": RED}, "got both: leave one out"),
+        ({"image": encoded(Image.effect_noise((64, 64), 9)) * 20}, "to be a file that exists, got "),
+        ({"image": Image.new("I;16", (56, 56))}, "scale its values to 0 to 255, and save 8 bits"),
+    ],
+)
+def test_columns_that_contradict_themselves_are_refused(row: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        prompt_of({"prompt": [{"role": "user", "content": "what color"}], **row})
+    assert len(str(error.value)) < 600
+
+
+def test_an_empty_cell_is_no_picture_and_a_prompt_of_text_has_no_placeholder() -> None:
+    assert prompt_of({"prompt": [{"role": "user", "content": "what color"}], "image": ""}).media is None
+    with pytest.raises(ValueError, match="expected a prompt without <image>, which stands for a picture, got one in"):
+        connect([{"prompt": [5, IMAGE, 6]}])
+
+
+def test_a_picture_that_changes_during_a_run_is_refused() -> None:
+    drawn = RED.copy()
+    data = connect([{"prompt": [{"role": "user", "content": "what color"}], "images": [drawn]}])
+    data.prompt(0)
+    drawn.paste("blue", (0, 0, 20, 20))
+    with pytest.raises(ValueError, match=r"expected the pictures of prompt 0 .* as they were at the start, got others"):
+        data.prompt(0)

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 from kit.support import fit, recorder, tiny_module
-from kit.vision import PROCESSORS, picture, vision_model
+from kit.vision import PROCESSORS, WORDS, picture, vision_model
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl import PromptDataModule, Rollout
-from lightning_rl.environments import Action, Environment, EnvironmentReward, StepResult
+from lightning_rl.environments import Action, Environment, EnvironmentReward, StepResult, ToolCall, ToolEnvironment
+from lightning_rl.environments.validation import check_messages
 from lightning_rl.policy import PolicyModel, pack
 from lightning_rl.policy.text_model import freeze_towers
 
@@ -123,3 +124,57 @@ def test_a_picture_for_a_policy_of_text_fails_its_conversation() -> None:
     )
     with pytest.raises(Exception, match="since the policy reads no pictures, got a picture"):
         fit(module, data=PromptDataModule([{"prompt": ASK}], 1), max_steps=1)
+
+
+class Opened(Camera):
+    """Begins with the messages of the row, whose pictures are parts without a picture."""
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Mapping[str, Any]]:
+        return row["prompt"]
+
+
+class Spoken(Camera):
+    """Answers with parts that are all text."""
+
+    @override
+    def step(self, answer: Action) -> StepResult:
+        found = super().step(answer)
+        text = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": " two"}]}]
+        return found if found.done else StepResult(messages=text)
+
+
+def test_an_environment_may_begin_with_the_messages_of_its_row() -> None:
+    opened, given = rollout_of(Opened), rollout_of(Camera)
+    assert torch.equal(opened.prompt_ids, given.prompt_ids)
+    for name, items in given.prompt_items.items():
+        assert torch.equal(opened.prompt_items[name].values, items.values)
+
+
+def test_parts_of_text_alone_are_read_as_their_text() -> None:
+    rollout = rollout_of(Spoken)
+    one, two = WORDS.index("one"), WORDS.index("two")
+    assert any([one, two] == row[place : place + 2] for row in rollout.response_ids.tolist() for place in range(8))
+    assert not any(int(items.counts.sum()) for items in rollout.response_items.values())
+
+
+def test_pictures_beside_the_content_of_a_message_are_refused() -> None:
+    with pytest.raises(TypeError, match=r'as parts of its content, .* got some in "images"'):
+        check_messages([{"role": "user", "content": "what", "images": [picture("red")]}], "E.step")
+
+
+def test_tools_return_pictures_as_parts() -> None:
+    def look(place: str) -> Any:
+        """Looks.
+
+        Args:
+            place: a place.
+        """
+        return ["seen", picture("red")] if place == "both" else picture("blue")
+
+    tools = ToolEnvironment([look])
+    tools.reset({"prompt": ASK}, 0)
+    calls = [ToolCall(name="look", arguments={"place": place}) for place in ("one", "both")]
+    one, both = tools.step(Action(text="", tool_calls=calls)).messages
+    assert [part["type"] for part in one["content"]] == ["image"]
+    assert [part["type"] for part in both["content"]] == ["text", "image"] and both["content"][0]["text"] == "seen"
