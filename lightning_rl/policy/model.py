@@ -666,7 +666,7 @@ def _refusing_errors(
         cure = PADDED if packed else "train another model, as this one needs more than text"
         if rows is not None and not packed:
             cure = (
-                "pass the processor of its own files as tokenizer=, or that of a policy that reads pictures; for a "
+                "pass the processor of its files as tokenizer=, or that of a policy that reads pictures; for a "
                 "policy of text, a tokenizer"
             )
         raise ValueError(

@@ -245,7 +245,7 @@ def test_a_policy_that_does_not_read_the_pictures_of_its_processor_is_refused(
 ) -> None:
     policy = (lambda: vision_model(family)) if family else tiny_policy
     module = tiny_module(policy=policy, tokenizer=PROCESSORS[processor](), packing=packed, eos_token_ids=[1])
-    with pytest.raises(ValueError, match="pass the processor of its own files as tokenizer="):
+    with pytest.raises(ValueError, match="pass the processor of its files as tokenizer="):
         fit(module, data=PromptDataModule(picture_rows(8), 4))
 
 
