@@ -80,7 +80,7 @@ def media_inputs(
     """
     fields = rows.prompt_items, rows.response_items
     known = {name: value for each in fields for name, value in each.items()}
-    if not any(int(value.counts.sum()) for value in known.values()):
+    if not any(int(value.counts.sum()) for each in fields for value in each.values()):
         return None
     borrows = torch.zeros(len(rows), dtype=torch.bool).index_fill(0, borrowing.cpu(), value=True)
     nothing = torch.zeros(len(rows), dtype=torch.int64)

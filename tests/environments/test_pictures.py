@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl import PromptDataModule, Rollout
-from lightning_rl.environments import Action, Environment, EnvironmentReward, StepResult
+from lightning_rl.environments import Action, Environment, EnvironmentReward, Message, StepResult
 from lightning_rl.policy import PolicyModel, pack
 from lightning_rl.policy.text_model import freeze_towers
 
@@ -44,6 +44,15 @@ class Forgetful(Camera):
     """Rewrites the context in its second turn."""
 
     forgets = True
+
+
+class Brief(Camera):
+    """Ends the conversations of rows with a picture after one answer, without another one."""
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
+        self.turn = 2 if row["images"] else 0
+        return ()
 
 
 def rollout_of(environment: type[Environment], family: str = "qwen2_5_vl", **options: Any) -> Rollout:
@@ -110,6 +119,20 @@ def test_pictures_of_turns_are_read_as_they_were_sampled(environment: type[Envir
             torch.testing.assert_close(
                 rollout.rollout_logprobs[row][rollout.action_mask[row]], expected, atol=1e-5, rtol=0
             )
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_microbatch_reads_the_pictures_of_prompts_where_only_other_rows_have_replies(*, packed: bool) -> None:
+    rollout = rollout_of(Brief)
+    counts = [items["image_grid_thw"].counts for items in (rollout.prompt_items, rollout.response_items)]
+    rows = rollout.select(((counts[0] == 1) & (counts[1] == 0)).nonzero()[:, 0])
+    assert len(rows) == 4 and int(counts[1].sum()) == 8 and rows.rollout_logprobs is not None
+    model = vision_model("qwen2_5_vl")
+    freeze_towers(model)
+    with torch.no_grad():
+        scored = PolicyModel(model, None, temperature=1.0, packed=packed)(pack(rows, packed=packed)).logprobs
+    expected = rows.rollout_logprobs[:, : scored.shape[1]]
+    torch.testing.assert_close(scored, expected, atol=1e-5, rtol=0)
 
 
 def test_a_picture_for_a_policy_of_text_fails_its_conversation() -> None:
