@@ -13,6 +13,7 @@ from typing_extensions import override
 from lightning_rl import PromptDataModule, Rollout
 from lightning_rl.environments import Action, Environment, EnvironmentReward, Message, StepResult
 from lightning_rl.policy import PolicyModel, pack
+from lightning_rl.policy.media import own_arguments
 from lightning_rl.policy.text_model import freeze_towers
 
 IMAGE, START = 13, 14
@@ -79,17 +80,10 @@ def alone(family: str, rollout: Rollout, row: int) -> Tensor:
     one = rollout.select(torch.tensor([row]))
     prompt, length = int(one.prompt_lengths), int(one.response_lengths)
     ids = torch.cat([one.prompt_ids[0, :prompt], one.response_ids[0, :length]])[None]
-    values: Mapping[str, Sequence[Tensor]] = {
-        name: [each[name].values for each in (one.prompt_items, one.response_items) if name in each]
-        for name in {**one.prompt_items, **one.response_items}
-    }
-    types = {
-        name: torch.cat([one.prompt_types[name][:, :prompt], one.response_types[name][:, :length]], 1)
-        for name in one.response_types
-    }
-    items = {name: torch.cat(list(parts)) for name, parts in values.items()}
+    model = vision_model(family)
     with torch.no_grad():
-        logits = vision_model(family)(input_ids=ids, **items, **types, use_cache=False).logits[0, prompt - 1 : -1]
+        own = own_arguments(model.base_model, one)
+        logits = model(input_ids=ids, **own, use_cache=False).logits[0, prompt - 1 : -1]
     return logits.log_softmax(-1).gather(1, one.response_ids[0, :length, None])[:, 0]
 
 
