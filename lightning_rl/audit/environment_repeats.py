@@ -25,10 +25,19 @@ from lightning_rl.environments.messages import message_of
 from lightning_rl.environments.parsing import truncated_parser
 from lightning_rl.environments.run_environments import Environments, environment_of, messages_of
 from lightning_rl.environments.tools import schemas_of
+from lightning_rl.policy.processor import Pixels
 from lightning_rl.rollout import FinishReason
 from lightning_rl.samples.seeds import environment_seed
 from lightning_rl.testing.properties.comparisons import Skip
-from lightning_rl.testing.properties.conversations import REWRITES, Calls, Part, difference, plain_copy, play
+from lightning_rl.testing.properties.conversations import (
+    REWRITES,
+    Calls,
+    Part,
+    difference,
+    plain_copy,
+    play,
+    same_pictures,
+)
 from lightning_rl.testing.properties.copies import copy_apart
 from lightning_rl.testing.properties.reward_repeats import same_value
 from lightning_rl.testing.properties.subsample import order_of
@@ -159,8 +168,8 @@ def _repeat(
             culprit="stage generate, the turns of conversations and their calls of tools, rows and seeds",
             expected=f"the conversation of {name} for this row, seed and answers",
             observed=f"others in {len(slips)} of {len(samples)}: {', '.join(dict.fromkeys(slips.values()))}",
-            cure="pass to every environment the row and seed of its sample, each answer once and in order, and "
-            "join each tool result to its call",
+            cure="pass to every environment the row and seed of its sample, each answer once and in order, join each "
+            "tool result to its call, and pass the pictures of its replies to every later turn, in order",
             samples=list(slips)[:4],
         )
 
@@ -217,6 +226,8 @@ def _slip(conversation: AuditedConversation, parts: Sequence[Part]) -> str:
             return "messages"
     elif not _continues(conversation, said):
         return "token ids"
+    if not _shows_pictures(conversation, parts):
+        return "pictures"
     return "" if same_value(sum(rewards) if rewards else None, conversation.reward) else "reward"
 
 
@@ -229,3 +240,16 @@ def _continues(conversation: AuditedConversation, said: Sequence[list[Any]]) -> 
         if whole != list(following.prefix_ids):
             return False
     return not said[0] or said[0] == list(conversation.turns[0][0].prefix_ids)
+
+
+def _shows_pictures(conversation: AuditedConversation, parts: Sequence[Part]) -> bool:
+    """Return True if the request of each turn has the pictures of its context in order."""
+    shown = list[Pixels]()
+    for turn, ((request, _), part) in enumerate(zip(conversation.turns, parts, strict=False)):
+        read = [] if request.media is None else list(request.media.pictures)
+        if turn == 0 and not part.words:
+            shown = read  # of the row
+        shown = [*([] if part.rewrites else shown), *part.pictures]
+        if not same_pictures(read, shown):
+            return False
+    return True

@@ -15,6 +15,7 @@ from lightning_rl.environments import Bridge, BridgeError, Message
 from lightning_rl.environments.chat_template import MARK, SANITIZES, control_tokens, dummies
 from lightning_rl.environments.messages import REWRITTEN
 from lightning_rl.environments.run_environments import Environments
+from lightning_rl.policy.processor import Pixels, processor_of
 from lightning_rl.testing.properties.subsample import order_of
 
 MAX_WRITTEN = 24  # per audit
@@ -68,19 +69,32 @@ def unsampled_tokens(
 
 
 def _unsampled_tokens(conversation: AuditedConversation, bridge: Bridge, schemas: Sequence[Any]) -> Iterator[Written]:
-    place, read, drawn = 0, 0, ()
+    place, read, drawn, shown = 0, 0, (), 0
     for turn, (answer, (request, completion)) in enumerate(
         zip(conversation.places, conversation.turns, strict=True), 1
     ):
         messages, prefix = conversation.messages[place:answer], tuple(request.prefix_ids)
+        pictures = () if request.media is None else request.media.pictures
         if turn == 1 or turn in conversation.rewrites:
-            yield Written(conversation.sample, request.turn, prefix, _context_ids(bridge, messages, schemas))
+            template = _with_placeholders(bridge, _context_ids(bridge, messages, schemas), pictures)
+            yield Written(conversation.sample, request.turn, prefix, template)
         else:
             template = behind_an_answer(bridge, messages)
             closing = drawn[-1] if drawn and drawn[-1] in bridge.ends else -1
             opens = bridge.closes_as_head(template)
+            template = _with_placeholders(bridge, template, pictures[shown:])
             yield Written(conversation.sample, request.turn, prefix[read:], template, closing, opens)
         place, read, drawn = answer + 1, len(prefix) + len(completion.token_ids), completion.token_ids
+        shown = len(pictures)
+
+
+def _with_placeholders(bridge: Bridge, ids: tuple[int, ...], pictures: Sequence[Pixels]) -> tuple[int, ...]:
+    """Return token ids with all placeholders of pictures; as they are if they stand for other pictures."""
+    processor = processor_of(bridge.tokenizer)
+    if processor is not None and ids:
+        with suppress(ValueError):
+            return processor.expand(ids, pictures, "messages of the audit")[0]
+    return ids
 
 
 def _context_ids(bridge: Bridge, messages: Sequence[Message], schemas: Sequence[Any]) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lightning_rl.fields import Ragged, concatenate_items, spans
 from lightning_rl.rollout import Rollout, join_tokens
 from lightning_rl.samples import Media
-from lightning_rl.samples.media import join_media
+from lightning_rl.samples.media import join_items, join_media
 from lightning_rl.utils.device import to_device
 
 NEW_AXIS = "[None]"  # suffix of arguments of the model that get a further first axis
@@ -80,7 +80,7 @@ def media_inputs(
     """
     fields = rows.prompt_items, rows.response_items
     known = {name: value for each in fields for name, value in each.items()}
-    if not any(int(value.counts.sum()) for value in known.values()):
+    if not any(int(value.counts.sum()) for each in fields for value in each.values()):
         return None
     borrows = torch.zeros(len(rows), dtype=torch.bool).index_fill(0, borrowing.cpu(), value=True)
     nothing = torch.zeros(len(rows), dtype=torch.int64)
@@ -93,18 +93,13 @@ def media_inputs(
         flat = values.masked_select(is_input)
         return flat.new_zeros(size[0] * size[1]).index_copy(0, place, flat).view(size)
 
-    prompt, response = torch.zeros_like(rows.prompt_ids), torch.zeros_like(rows.response_ids)
-    types = {
-        name: spread(join_tokens(rows, rows.prompt_types.get(name, prompt), rows.response_types.get(name, response)))
-        for name in {**rows.prompt_types, **rows.response_types}
-    }
     everything = torch.arange(size[0] * size[1], device=place.device).view(size)
     return MediaInputs(
         items={name: items for name, (items, _) in joined.items()},
         repeats={name: index for name, (_, index) in joined.items()},
         ids=spread(join_tokens(rows, rows.prompt_ids, rows.response_ids)),
-        types=types,
-        drawn=spread(join_tokens(rows, prompt, rows.action_mask.long())).bool(),
+        types={name: spread(values) for name, values in _types_of(rows).items()},
+        drawn=spread(join_tokens(rows, torch.zeros_like(rows.prompt_ids), rows.action_mask.long())).bool(),
         real=spread(torch.ones_like(is_input)),
         place=everything if own is None else place.masked_select(own)[None],
     )
@@ -183,13 +178,20 @@ def media_arguments(model: nn.Module, media: MediaInputs, positions: Int[Tensor,
 
 
 def own_arguments(model: nn.Module, row: Rollout) -> dict[str, Tensor]:
-    """Return the arguments of a model's own forward for the pictures of one row; empty without."""
-    items = {name: value.values for name, value in row.prompt_items.items() if len(value.values)}
-    if not items:
-        return {}
-    accepted, nothing = inspect.signature(type(model).forward).parameters, torch.zeros_like(row.response_ids)
-    types = {name: join_tokens(row, values, nothing)[None] for name, values in row.prompt_types.items()}
-    return items_by_name(items) | {name: values for name, values in types.items() if name in accepted}
+    """Return the arguments of a model's own forward for the pictures of one row in one context; empty without."""
+    fields = row.prompt_items, row.response_items
+    items = join_items({name: part.values for name, part in each.items() if len(part.values)} for each in fields)
+    types = {name: values[None] for name, values in _types_of(row).items() if items and takes(model, name)}
+    return items_by_name(items) | types
+
+
+def _types_of(rows: Rollout) -> dict[str, Int[Tensor, " F"]]:
+    """Return the arguments of a model with one entry for each token of prompts and responses, joined."""
+    prompt, response = torch.zeros_like(rows.prompt_ids), torch.zeros_like(rows.response_ids)
+    return {
+        name: join_tokens(rows, rows.prompt_types.get(name, prompt), rows.response_types.get(name, response))
+        for name in {**rows.prompt_types, **rows.response_types}
+    }
 
 
 def takes(model: nn.Module, name: str) -> bool:

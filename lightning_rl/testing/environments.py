@@ -243,7 +243,7 @@ def _ship(factory: Callable[[], Any], outcome: ScriptResult, *, words: bool) -> 
         yield _finding_of("environment_ships", "a class or function that can be pickled by cloudpickle", raised, cure)
         return
     try:
-        plain([part._replace(calls=()) for part in outcome.parts])
+        plain([part._replace(calls=(), pictures=()) for part in outcome.parts])
     except TypeError as raised:
         cure = f"return {'messages' if words else 'token ids'} of plain values: numbers, lists and mappings"
         yield _finding_of("environment_ships", "plain values", raised, cure)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,15 +10,28 @@ from typing import Any
 
 import pytest
 from kit.support import fit
+from kit.vision import PROCESSORS, picture, vision_model
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import AdamW
+from typing_extensions import override
 
-from lightning_rl import PromptDataModule, RLLightningModule, SamplingParams
+from lightning_rl import FinishReason, ModelOptions, PromptDataModule, RLLightningModule, SamplingParams
 from lightning_rl.audit import SignalAudit
 from lightning_rl.data import encoding
+from lightning_rl.environments import (
+    Action,
+    Conversations,
+    Environment,
+    EnvironmentReward,
+    Message,
+    StepResult,
+    TokenStep,
+)
+from lightning_rl.environments.messages import MessageEnvironment
 from lightning_rl.fields import Items, Ragged
 from lightning_rl.policy import media, model
 from lightning_rl.rollouts import ahead, collector
+from lightning_rl.samples import Trajectory
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))
 import vision_task as task
@@ -151,3 +164,140 @@ def test_pictures_at_other_positions_or_in_another_order_are_refused_at_setup(
     fault(monkeypatch)
     with pytest.raises(ValueError, match="as alone with pictures"):
         findings(tmp_path)
+
+
+class Shots(Environment):
+    """Shows a picture of one of the row's colors after each of two answers."""
+
+    opens = rewrites = False
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
+        self.shots, self.turn = row["shots"], 0
+        return [self.show()] if self.opens else ()
+
+    def show(self) -> Message:
+        """Return a message with a picture."""
+        shown = picture(self.shots[self.turn], (84, 56))
+        return {"role": "user", "content": [{"type": "image", "image": shown}, {"type": "text", "text": "what color"}]}
+
+    @override
+    def step(self, answer: Action) -> StepResult:
+        self.turn += 1
+        if self.turn == 3:
+            return StepResult(done=True, reward=0.1 * len(answer.token_ids))
+        return StepResult(rewritten=[self.show()]) if self.rewrites else StepResult(messages=[self.show()])
+
+
+class Opens(Shots):
+    """Shows a picture before the first answer too."""
+
+    opens = True
+
+
+class Rewrites(Shots):
+    """Shows each picture in a new context."""
+
+    rewrites = True
+
+
+class Words(Shots):
+    """Shows no picture but that of the row."""
+
+    @override
+    def show(self) -> Message:
+        return {"role": "user", "content": "what color"}
+
+
+class SharedScreen(Shots):
+    """Shows the colors of the conversation that began last."""
+
+    screen: Sequence[str] = ()
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
+        SharedScreen.screen = row["shots"]
+        return super().reset(row, seed)
+
+    @override
+    def show(self) -> Message:
+        self.shots = SharedScreen.screen
+        return super().show()
+
+
+def findings_of_turns(folder: Path, environment: type[Environment], family: str = "qwen2_5_vl") -> list[dict[str, Any]]:
+    module = RLLightningModule(
+        policy=partial(vision_model, family),
+        tokenizer=PROCESSORS[family](),
+        environment=Conversations(environment, max_turn_tokens=3),
+        rewards=EnvironmentReward(),
+        sampling=SamplingParams(max_new_tokens=9),
+        optimizer=partial(AdamW, lr=1e-3),
+        group_size=4,
+        model=ModelOptions(packing=family != "gemma3"),
+    )
+    colors = ("red", "green", "blue", "white")
+    shots = [[colors[(place + turn * (1 + place // 4)) % 4] for turn in range(3)] for place in range(12)]
+    rows = [
+        {"prompt": [{"role": "user", "content": "what color"}], "images": [picture(each[0])], "shots": each}
+        for each in shots
+    ]
+    fit(module, callbacks=[SignalAudit()], data=PromptDataModule(rows, 6), max_steps=2, default_root_dir=folder)
+    return [json.loads(line) for file in folder.rglob("findings-*.jsonl") for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("environment", "family"),
+    [
+        (Words, "qwen2_5_vl"),
+        (Shots, "internvl"),
+        (Opens, "llava_next"),
+        (Rewrites, "qwen3_vl"),
+        (Opens, "gemma3"),
+    ],
+)
+def test_pictures_of_turns_give_no_finding(environment: type[Environment], family: str, tmp_path: Path) -> None:
+    assert findings_of_turns(tmp_path, environment, family) == []
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_screen_that_conversations_share_is_the_environments_fault(tmp_path: Path) -> None:
+    found = [each for each in findings_of_turns(tmp_path, SharedScreen) if each["check"] == "environment_replays"]
+    assert [(each["culprit"], each["observed"]) for each in found] == [
+        ("environment SharedScreen", "other pictures when it is repeated")
+    ]
+
+
+def first_screen_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every later turn has the picture of the first reply."""
+    reply = MessageEnvironment.step
+
+    def first(self: MessageEnvironment, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
+        step = reply(self, token_ids, finish)
+        if step.media is None:
+            return step
+        kept = vars(self).setdefault("kept", step.media)
+        return replace(step, media=replace(step.media, pictures=kept.pictures, items=kept.items))
+
+    monkeypatch.setattr(MessageEnvironment, "step", first)
+
+
+def turns_reversed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine reads the pictures of a conversation from the last one to the first."""
+    media_of = Trajectory.media_of
+
+    def reversed_pictures(self: Trajectory, *given: Any) -> Any:
+        found = media_of(self, *given)
+        return found and replace(found, pictures=found.pictures[::-1])
+
+    monkeypatch.setattr(Trajectory, "media_of", reversed_pictures)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("fault", [first_screen_again, turns_reversed])
+def test_a_turn_with_other_pictures_than_its_environment_showed_is_found(
+    fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    (found,) = [each for each in findings_of_turns(tmp_path, Shots) if each["check"] == "environment_replays"]
+    assert found["culprit"].startswith("stage generate") and found["observed"].endswith(": pictures")

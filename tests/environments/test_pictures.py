@@ -11,9 +11,18 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_rl import PromptDataModule, Rollout
-from lightning_rl.environments import Action, Environment, EnvironmentReward, StepResult, ToolCall, ToolEnvironment
+from lightning_rl.environments import (
+    Action,
+    Environment,
+    EnvironmentReward,
+    Message,
+    StepResult,
+    ToolCall,
+    ToolEnvironment,
+)
 from lightning_rl.environments.validation import check_messages
 from lightning_rl.policy import PolicyModel, pack
+from lightning_rl.policy.media import own_arguments
 from lightning_rl.policy.text_model import freeze_towers
 
 IMAGE, START = 13, 14
@@ -47,6 +56,15 @@ class Forgetful(Camera):
     forgets = True
 
 
+class Brief(Camera):
+    """Ends the conversations of rows with a picture after one answer, without another one."""
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
+        self.turn = 2 if row["images"] else 0
+        return ()
+
+
 def rollout_of(environment: type[Environment], family: str = "qwen2_5_vl", **options: Any) -> Rollout:
     seen: list[Rollout] = []
     module = tiny_module(
@@ -71,17 +89,10 @@ def alone(family: str, rollout: Rollout, row: int) -> Tensor:
     one = rollout.select(torch.tensor([row]))
     prompt, length = int(one.prompt_lengths), int(one.response_lengths)
     ids = torch.cat([one.prompt_ids[0, :prompt], one.response_ids[0, :length]])[None]
-    values: Mapping[str, Sequence[Tensor]] = {
-        name: [each[name].values for each in (one.prompt_items, one.response_items) if name in each]
-        for name in {**one.prompt_items, **one.response_items}
-    }
-    types = {
-        name: torch.cat([one.prompt_types[name][:, :prompt], one.response_types[name][:, :length]], 1)
-        for name in one.response_types
-    }
-    items = {name: torch.cat(list(parts)) for name, parts in values.items()}
+    model = vision_model(family)
     with torch.no_grad():
-        logits = vision_model(family)(input_ids=ids, **items, **types, use_cache=False).logits[0, prompt - 1 : -1]
+        own = own_arguments(model.base_model, one)
+        logits = model(input_ids=ids, **own, use_cache=False).logits[0, prompt - 1 : -1]
     return logits.log_softmax(-1).gather(1, one.response_ids[0, :length, None])[:, 0]
 
 
@@ -111,6 +122,20 @@ def test_pictures_of_turns_are_read_as_they_were_sampled(environment: type[Envir
             torch.testing.assert_close(
                 rollout.rollout_logprobs[row][rollout.action_mask[row]], expected, atol=1e-5, rtol=0
             )
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_microbatch_reads_the_pictures_of_prompts_where_only_other_rows_have_replies(*, packed: bool) -> None:
+    rollout = rollout_of(Brief)
+    counts = [items["image_grid_thw"].counts for items in (rollout.prompt_items, rollout.response_items)]
+    rows = rollout.select(((counts[0] == 1) & (counts[1] == 0)).nonzero()[:, 0])
+    assert len(rows) == 4 and int(counts[1].sum()) == 8 and rows.rollout_logprobs is not None
+    model = vision_model("qwen2_5_vl")
+    freeze_towers(model)
+    with torch.no_grad():
+        scored = PolicyModel(model, None, temperature=1.0, packed=packed)(pack(rows, packed=packed)).logprobs
+    expected = rows.rollout_logprobs[:, : scored.shape[1]]
+    torch.testing.assert_close(scored, expected, atol=1e-5, rtol=0)
 
 
 def test_a_picture_for_a_policy_of_text_fails_its_conversation() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from kit.conversations import Echo
+from kit.vision import picture
 from typing_extensions import override
 
 from lightning_rl import FinishReason
@@ -39,6 +40,15 @@ class Guess(Environment):
         if answer.text == str(self.secret):
             return StepResult(done=True, reward=1.0)
         return StepResult(messages=[{"role": "user", "content": f"not {answer.text[:20]}"}], metrics={"wrong": 1.0})
+
+
+class Screen(Guess):
+    """Shows pictures of Pillow, a new object each time."""
+
+    @override
+    def step(self, answer: Action) -> StepResult:
+        shown = {"type": "image", "image": picture(("red", "blue")[self.secret % 2])}
+        return StepResult(messages=[{"role": "user", "content": [shown]}])
 
 
 class Lamb(Guess):
@@ -122,8 +132,14 @@ LOCK = threading.Lock()
 
 @pytest.mark.parametrize(
     ("environment", "answers"),
-    [(Guess, ["3", "4"]), (lambda: ToolEnvironment([add]), []), (Echo, [(3, 4), (5, 9)]), (Guess, [Action(text="3")])],
-    ids=["messages", "tools", "token ids", "answers"],
+    [
+        (Guess, ["3", "4"]),
+        (Screen, ["3", "4"]),
+        (lambda: ToolEnvironment([add]), []),
+        (Echo, [(3, 4), (5, 9)]),
+        (Guess, [Action(text="3")]),
+    ],
+    ids=["messages", "pictures", "tools", "token ids", "answers"],
 )
 def test_a_sound_environment_passes(environment: Any, answers: Any) -> None:
     before = random.getstate()

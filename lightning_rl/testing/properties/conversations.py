@@ -6,10 +6,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from lightning_rl.data.pictures import pixels_of, place_pictures
 from lightning_rl.environments import Environment
 from lightning_rl.environments.environment import check_figures
 from lightning_rl.environments.messages import REWRITTEN
 from lightning_rl.environments.validation import check_reset, check_step, environment_of
+from lightning_rl.policy.processor import Pixels
+from lightning_rl.samples import Media
 from lightning_rl.testing.properties.reward_repeats import same_value
 from lightning_rl.utils.mutation_guard import copy_plain
 
@@ -23,11 +26,13 @@ class Part(NamedTuple):
     """Result of a reset, of the steps of an answer, or of a final reward, in new containers.
 
     Attributes:
-        words: Messages or token ids; None for a final reward.
+        words: Messages with places of pictures, or token ids; None for a final reward.
         reward: Reward, or None.
         done: True if the conversation ended.
         metrics: Metrics.
         calls: Arguments of the calls of ``step``.
+        pictures: Pictures of the messages or token ids.
+        rewrites: True if they are a rewritten context.
     """
 
     words: list[Any] | None
@@ -35,6 +40,8 @@ class Part(NamedTuple):
     done: bool = False
     metrics: Mapping[str, Any] = {}
     calls: Calls = ()
+    pictures: Sequence[Pixels] = ()
+    rewrites: bool = False
 
 
 def play(
@@ -43,7 +50,9 @@ def play(
     """Run one conversation and append the result of each call to ``parts``; yield the name of each call before it."""
     yield "reset"
     made: Any = environment_of(factory())
-    parts.append(Part(plain_copy(check_reset(made, made.reset(copy_plain(dict(row)), seed)))))
+    opening = check_reset(made, made.reset(copy_plain(dict(row)), seed))
+    words, pictures = _take_pictures(made, opening, getattr(made, "opening_media", None))
+    parts.append(Part(words, pictures=pictures))
     for answer in answers:
         if parts[-1].done:
             break
@@ -66,8 +75,29 @@ def _reply(made: Any, calls: Calls) -> Part:
         words += [{**message, REWRITTEN: True} for step in steps for message in step.rewritten]
     else:
         words = [REWRITES, *last.rewritten] if last.rewritten else last.token_ids
-    metrics = {name: value for step in steps for name, value in step.metrics.items()}
-    return Part(plain_copy(words), sum(rewards) if rewards else None, bool(last.done), plain_copy(metrics), calls)
+    words, pictures = _take_pictures(made, words, getattr(last, "media", None))
+    return Part(
+        words=words,
+        reward=sum(rewards) if rewards else None,
+        done=bool(last.done),
+        metrics=plain_copy({name: value for step in steps for name, value in step.metrics.items()}),
+        calls=calls,
+        pictures=pictures,
+        rewrites=bool(last.rewritten),
+    )
+
+
+def _take_pictures(made: Any, words: Sequence[Any], media: Media | None) -> tuple[list[Any], Sequence[Pixels]]:
+    """Return messages with places of pictures, or token ids, and the pictures."""
+    if not isinstance(made, Environment):
+        return plain_copy(words), () if media is None else media.pictures
+    placed, found = place_pictures(words, [], "messages")
+    return plain_copy(placed), [pixels_of(value, "a picture of an environment") for value in found]
+
+
+def same_pictures(ours: Sequence[Pixels], theirs: Sequence[Pixels]) -> bool:
+    """Return True if pictures have the same pixels in the same order."""
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
 def difference(
@@ -77,6 +107,8 @@ def difference(
     for mine, yours in zip(ours, theirs, strict=False):
         if repr(mine.words) != repr(yours.words):
             return "words", mine.words, yours.words
+        if not same_pictures(mine.pictures, yours.pictures):
+            return "pictures", mine.pictures, yours.pictures
         if not same_value(mine.reward, yours.reward):
             return "rewards", mine.reward, yours.reward
         if mine.done != yours.done:
