@@ -291,7 +291,8 @@ class SignalAudit(RLCallback):
         self.skipped |= skipped
         text = ""
         if findings:
-            path = save(run.live, evidence, findings, Path(run.live.trainer.default_root_dir) / FOLDER, run.suffix)
+            run.found += findings
+            path = save(run.live, evidence, run.found, Path(run.live.trainer.default_root_dir) / FOLDER, run.suffix)
             text = visible("\n".join([*map(str, findings), f"Evidence: {path}"]))
         texts = [text for text in process_objects(text) if text]
         self._count(begin)
@@ -327,6 +328,7 @@ class _RunWatch:
         self.audited, self.turn, self._number = False, 0, 0
         self.batches: list[Sequence[tuple[Request, Completion]]] = []
         self.calls: list[RewardCall] = []
+        self.found: list[Finding] = []  # of this rollout, in its file
         self.rounds: list[tuple[Rollout, Sequence[RewardCall]]] = []
         self._reference: Tensor | None = None
         self._fixed_scores: Tensor | None = None
@@ -373,7 +375,7 @@ class _RunWatch:
         self._step = self._algorithm = None
         if step_index.step == 0:
             self.audited, self._number = audited, step_index.rollout
-            self.batches, self.calls, self.rounds, self._evidence, self._passes = [], [], [], None, {}
+            self.batches, self.calls, self.rounds, self.found, self._evidence, self._passes = [], [], [], [], None, {}
             self.fields.state.active = audited
             self.fields.arm() if audited else self.fields.end()
             if audited:

@@ -113,15 +113,16 @@ def replay_of(
 
 
 def _some(conversations: Sequence[AuditedConversation], number: int) -> list[AuditedConversation]:
-    """Return a few conversations, up to half of them with a truncated answer; others in each rollout."""
+    """Return a few conversations, up to half with a truncated answer, and one of most turns; others in each rollout."""
     conversations = sorted(conversations, key=lambda conversation: order_of(conversation.sample, number))
     cut = [
         conversation
         for conversation in conversations
         if any(completion.finish is FinishReason.LENGTH for _, completion in conversation.turns)
     ]
-    first = cut[: MAX_CONVERSATIONS // 2]
-    return [*first, *(conversation for conversation in conversations if conversation not in first)][:MAX_CONVERSATIONS]
+    longest = max(conversations, key=lambda conversation: len(conversation.turns))
+    chosen = {one.sample: one for one in [*cut[: MAX_CONVERSATIONS // 2], longest, *conversations]}
+    return list(chosen.values())[:MAX_CONVERSATIONS]
 
 
 def _repeat(

@@ -28,7 +28,11 @@ BEFORE = "pass/0/"
 
 
 def save(live: LiveRun, evidence: Evidence, findings: Sequence[Finding], folder: Path, suffix: str) -> Path:
-    """Save a recording without optimizer steps, and its findings for the report beside it; return its path."""
+    """Save a recording without optimizer steps, and all findings of its rollout for the report beside it.
+
+    Returns:
+        Path of the recording.
+    """
     draft, rollout = live.draft(evidence.number), evidence.rollout.to("cpu")
     rewarded = dict.fromkeys(rollout.sample_ids.tolist(), False)
     for part in evidence.rounds:

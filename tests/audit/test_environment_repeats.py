@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -178,6 +179,16 @@ def test_conversations_that_were_recorded_otherwise_are_found(factory: Any, chan
     (found,) = cast(list[Finding], replay(factory, change))
     assert found.culprit.startswith("stage generate") and f"the conversation of {factory.__name__}" in found.expected
     assert slip in found.observed and set(found.samples) <= {0, 1, 2, 3}
+
+
+def test_a_conversation_of_most_turns_is_repeated_in_every_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment_repeats, "MAX_CONVERSATIONS", 1)
+    made, data = environments(Partner), cast(Any, SimpleNamespace(pass_length=None))
+    *others, longest = conversations_with(made)
+    conversations = [*(other._replace(turns=other.turns[:1]) for other in others), longest._replace(reward=9.0)]
+    for number in range(4):
+        (found,) = cast(list[Finding], environment_repeats.ReplayWatch().ask(made, data, conversations, number))
+        assert found.samples == [longest.sample] and found.observed.endswith("reward")
 
 
 def test_nothing_is_said_of_what_reaches_out_or_opts_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

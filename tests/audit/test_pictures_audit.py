@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kit.support import fit
 from kit.vision import PROCESSORS, picture, vision_model
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -101,6 +102,22 @@ def another_order(monkeypatch: pytest.MonkeyPatch) -> None:
         return {**found, "pixel_values": pixels.flatten(0, 1)}
 
     monkeypatch.setattr(model, "media_arguments", reversed_items)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_file_has_the_findings_of_the_rollout_and_of_its_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = media.media_arguments
+
+    def brighter(whole: Any, inputs: Any, positions: Any) -> Any:
+        found = arguments(whole, inputs, positions)
+        factor = 2.0 if torch.is_grad_enabled() else 1.0
+        return {**found, "pixel_values": found["pixel_values"] * factor}
+
+    monkeypatch.setattr(model, "media_arguments", brighter)
+    for _ in range(2):
+        assert [each["check"] for each in findings(tmp_path)] == ["token_gradients", "first_forward"]
 
 
 def test_a_run_without_a_fault_has_no_finding(tmp_path: Path) -> None:
