@@ -1,15 +1,19 @@
 """Pictures of prompts, read again from the columns of their rows without the code of the data module."""
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import torch
 
 from lightning_rl.data.pictures import column_pictures, is_picture
-from lightning_rl.samples import Prompt
+from lightning_rl.policy.media import items_by_name
+from lightning_rl.policy.processor import PictureProcessor
+from lightning_rl.samples import Media, Prompt
+from lightning_rl.samples.media import pillow_images
 
 FEW = 4  # prompts of a data set
 ROUNDING = 2  # levels of a color, where a transparent picture is put on white
@@ -19,6 +23,24 @@ def strange_pictures(prompts: Sequence[Prompt]) -> list[int]:
     """Return the indices of a few prompts whose pictures are others than those in the columns of their rows."""
     some = islice((each for each in prompts if column_pictures(each.columns)), FEW)
     return [each.index for each in some if not _has_own_pictures(each)]
+
+
+def strange_outputs(
+    prompts: Sequence[Prompt], processor: PictureProcessor, text_of: Callable[[Prompt], str]
+) -> list[int]:
+    """Return the indices of a few prompts with other token ids or arguments than the processor makes of them alone."""
+    some = islice((each for each in prompts if each.media is not None), FEW)
+    return [each.index for each in some if not _has_own_outputs(each, processor, text_of(each))]
+
+
+def _has_own_outputs(prompt: Prompt, processor: PictureProcessor, text: str) -> bool:
+    media = cast(Media, prompt.media)
+    pictures = [pillow_images(media.pictures)]
+    output = processor.processor(text=[text], images=pictures, add_special_tokens=False, return_tensors="pt")
+    ours = {**items_by_name(media.items), **media.types}
+    return output["input_ids"][0].tolist() == list(prompt.token_ids) and all(
+        torch.equal(value.flatten(), output[name].flatten()) for name, value in ours.items()
+    )
 
 
 def shown(value: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from lightning_rl.audit.cursor import CursorWatch, Ids
 from lightning_rl.audit.live import LiveRun
-from lightning_rl.audit.picture_rows import shown, strange_pictures
+from lightning_rl.audit.picture_rows import shown, strange_outputs, strange_pictures
 from lightning_rl.data import Prompt, PromptDataModule
 from lightning_rl.data.prompt_stream import PromptStream
 from lightning_rl.data.row_schema import CONTINUES, TOOLS, VARIABLES, Reading, is_token_ids, own_variables
@@ -88,15 +88,35 @@ class PromptWatch:
         rows = zip(rollout.sample_ids.tolist(), rollout.groups.tolist(), strict=True)
         return {sample: prompts[group] for sample, group in rows if group in prompts}
 
-    def strange_pictures(self, rollout: Rollout) -> dict[str, list[int]]:
-        """Return the places of a few prompts with other pictures than their rows, by data set, if any has pictures."""
+    def strange_pictures(self, rollout: Rollout) -> dict[str, tuple[list[int], list[int]]]:
+        """Return places of a few prompts by data set, if any has pictures.
+
+        First those with other pictures than their rows, then those with other arguments of the model than the processor
+        makes of their pictures.
+        """
+        processor = processor_of(self._live.tokenizer)
+        if processor is None:
+            return {}
         validation = self._data.validation
         sets = {"the training data": [*{each.index: each for each in self.of_stream(rollout).values()}.values()]}
         if validation is not None:
             sets["the validation set"] = validation.prompts(range(min(len(validation), MAX_GROUPS)))
         for questions in self._live.evaluator.questions("val", None):
             sets[f"evaluation {questions.name}"] = [*questions.prompts[:MAX_GROUPS]]
-        return {name: strange_pictures(prompts) for name, prompts in sets.items() if any(p.media for p in prompts)}
+        return {
+            name: (strange_pictures(prompts), strange_outputs(prompts, processor, self._text_of))
+            for name, prompts in sets.items()
+            if any(prompt.media for prompt in prompts)
+        }
+
+    def _text_of(self, prompt: Prompt) -> str:
+        """Return a chat as the chat template writes it."""
+        variables = {**(self._data.prompts.form.chat_template_kwargs or {}), **own_variables(prompt.columns, "a row")}
+        content: Any = prompt.content
+        continues = bool(variables.pop(CONTINUES, False)) and content[-1]["role"] == "assistant"
+        options = {"add_generation_prompt": not continues, CONTINUES: continues, "tokenize": False}
+        tokenizer: Any = self._live.tokenizer
+        return str(apply_template(tokenizer, content, **TODAY.options(tokenizer, **options, **variables)))
 
     def strange_columns(self, calls: Sequence[RewardCall], samples: Sequence[Sequence[int]]) -> dict[str, list[int]]:
         """Return the samples of a few groups for which a reward got columns of another row, by name of the reward."""

@@ -19,7 +19,7 @@ from lightning_rl.samples.media import join_media, pillow_images
 Pixels = UInt8[Tensor, "H W 3"]
 PART = {"type": "image"}  # of a message, where its picture stands
 PROBE = torch.zeros(56, 56, 3, dtype=torch.uint8)
-BRIGHT = torch.full_like(PROBE, 200)
+TEXTURED = torch.randint(256, PROBE.shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 ATTRIBUTE = "lightning_rl_processor"  # of a tokenizer
 DROPPED = ("input_ids", "attention_mask")
 
@@ -180,9 +180,9 @@ class PictureProcessor:
         return axes
 
     def _check_repeats(self, dark: Mapping[str, Tensor]) -> None:
-        """Check that outputs for a dark and a bright picture differ, and that those for the same one are equal."""
-        one, again = (self._call(self.write([BRIGHT]), [BRIGHT], "a probe") for _ in range(2))
-        if any(not torch.equal(one[name], again[name]) for name in one):
+        """Check that outputs for a dark and a textured picture differ, and that those for the same one are equal."""
+        one, *again = (self._call(self.write([TEXTURED]), [TEXTURED], "a probe") for _ in range(4))
+        if any(not torch.equal(one[name], other[name]) for other in again for name in one):
             raise ValueError(
                 f"expected {type(self.processor).__name__} to give equal outputs for equal pictures, got others the "
                 "second time: change pictures at random before training, in the data"

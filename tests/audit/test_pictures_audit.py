@@ -31,6 +31,7 @@ from lightning_rl.environments import (
 from lightning_rl.environments.messages import MessageEnvironment
 from lightning_rl.fields import Items, Ragged
 from lightning_rl.policy import media, model
+from lightning_rl.policy.processor import PictureProcessor
 from lightning_rl.rollouts import ahead, collector
 from lightning_rl.samples import Trajectory
 
@@ -318,3 +319,17 @@ def test_a_turn_with_other_pictures_than_its_environment_showed_is_found(
     fault(monkeypatch)
     (found,) = [each for each in findings_of_turns(tmp_path, Shots) if each["check"] == "environment_replays"]
     assert found["culprit"].startswith("stage generate") and found["observed"].endswith(": pictures")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_pictures_that_the_processor_does_not_get_as_they_are_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = PictureProcessor._call  # noqa: SLF001
+
+    def halved(self: Any, text: str, pictures: Any, name: str) -> Any:
+        return call(self, text, [picture[::2, ::2] for picture in pictures], name)
+
+    monkeypatch.setattr(PictureProcessor, "_call", halved)
+    (found,) = findings(tmp_path)
+    assert found["check"] == "picture_source" and "the processor of pictures" in found["culprit"]

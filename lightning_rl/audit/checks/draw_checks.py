@@ -7,7 +7,9 @@ Each check bounds the probability of its observation under a correct engine, and
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_rl.audit.evidence import Evidence
@@ -23,6 +25,7 @@ from lightning_rl.audit.token_bets import WAGERS
 from lightning_rl.fields import concatenate_items
 from lightning_rl.rollout import Rollout
 from lightning_rl.samples import Completion, Media, Request
+from lightning_rl.samples.seeds import GREEDY
 from lightning_rl.testing.properties.check import check
 from lightning_rl.testing.properties.comparisons import MIXED_UP, Skip
 from lightning_rl.utils.finding import Finding
@@ -147,6 +150,12 @@ def prompt_source(evidence: Evidence) -> Iterator[Finding | Skip]:
     for culprit, expected, wrong in (
         (rows, "the pictures of the request in the trained row", _others_in_rows(rollout, pictures)),
         (rows, "the pictures of the last request in the trained row, in order", _others_in_replies(rollout, last)),
+        (rows, "the token types of the last request in the trained row", _other_types(rollout, last)),
+        (
+            "stage generate, the greedy requests of the baseline",
+            place,
+            _other_greedy(evidence) if stream else [],
+        ),
         (rows, place, _others_in_rows(rollout, {sample: prompt.media for sample, prompt in stream.items()})),
         (
             requests,
@@ -191,6 +200,33 @@ def _others_in_replies(rollout: Rollout, pictures: Mapping[int, Media | None]) -
     return wrong
 
 
+def _other_types(rollout: Rollout, pictures: Mapping[int, Media | None]) -> list[int]:
+    """Return the samples of one context whose rows have other token types than these, such as the kind of a token."""
+    wrong = list[int]()
+    for row, sample in enumerate(rollout.sample_ids.tolist()):
+        media, prompt = pictures.get(sample), int(rollout.prompt_lengths[row])
+        for name, asked in {} if media is None else media.types.items():
+            parts = [each.get(name) for each in (rollout.prompt_types, rollout.response_types)]
+            known = zip(parts, (prompt, len(asked) - prompt), strict=True)
+            ours = [asked.new_zeros(end) if part is None else part[row, :end].cpu() for part, end in known]
+            if not torch.equal(torch.cat(ours), asked):
+                wrong.append(sample)
+    return [*dict.fromkeys(wrong)]
+
+
+def _other_greedy(evidence: Evidence) -> list[int]:
+    """Return the samples of the greedy baseline whose requests are not those of the prompts at their places."""
+    prompts = {prompt.index: prompt for prompt in evidence.stream_prompts.values()}
+    asked = [request for batch in evidence.batches for request, _ in batch if request.sample_id >= GREEDY]
+    own = {each.sample_id: prompts.get(each.sample_id - GREEDY) for each in asked}
+    return [
+        each.sample_id
+        for each in asked
+        if (prompt := own[each.sample_id]) is not None
+        and (prompt.token_ids != each.prefix_ids or _key(prompt.media) != _key(each.media))
+    ]
+
+
 def _differ(media: Media | None, kept: Mapping[str, Tensor]) -> bool:
     """Return True if arguments of the model for pictures are not those in a row, which may be padded."""
     asked = {} if media is None else media.items
@@ -207,14 +243,25 @@ def _differ(media: Media | None, kept: Mapping[str, Tensor]) -> bool:
     of_rows=False,
 )
 def picture_source(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """A few prompts of the training data and of each evaluation have the pictures of their rows."""
+    """A few prompts of the training data and of each evaluation have the pictures of their rows.
+
+    Their token ids and arguments of the model are those that the processor makes of these.
+    """
     if not evidence.strange_pictures:
         yield Skip("no prompt has pictures")
-    for name, places in evidence.strange_pictures.items():
-        if places:
-            samples = [each for each, prompt in evidence.stream_prompts.items() if prompt.index in places]
-            observed = f"others in prompt {places[0]} of {name}"
-            yield Finding(observed=observed, samples=samples[:4] if name == "the training data" else [])
+    outputs: dict[str, Any] = {
+        "culprit": f"{evidence.facts.data}the processor of pictures, or the library's call of it",
+        "expected": "the outputs of the processor for the text and the pictures of the prompt alone",
+        "cure": "call the processor once for each prompt, with its pictures as they are, and change no output; a "
+        "processor changes no picture at random",
+    }
+    for name, kinds in evidence.strange_pictures.items():
+        for places, texts in zip(kinds, ({}, outputs), strict=True):
+            if places:
+                samples = [each for each, prompt in evidence.stream_prompts.items() if prompt.index in places]
+                observed = f"others in prompt {places[0]} of {name}"
+                yield Finding(observed=observed, samples=samples[:4] if name == "the training data" else [], **texts)
+                break
 
 
 @check(
