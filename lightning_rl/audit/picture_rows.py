@@ -43,11 +43,11 @@ def _has_own_outputs(prompt: Prompt, processor: PictureProcessor, text: str) -> 
     )
 
 
-def shown(value: Any) -> str:
+def value_text(value: Any) -> str:
     """Return a text of a value of a column, in which pictures of Pillow stand for their pixels, not for their place."""
     if is_picture(value) and not isinstance(value, dict):
         return f"{value.mode} {value.size} {sha256(value.tobytes()).hexdigest()}"
-    return repr([shown(each) for each in value]) if isinstance(value, list | tuple) else repr(value)
+    return repr([value_text(each) for each in value]) if isinstance(value, list | tuple) else repr(value)
 
 
 def _has_own_pictures(prompt: Prompt) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from lightning_rl.audit.cursor import CursorWatch, Ids
 from lightning_rl.audit.live import LiveRun
-from lightning_rl.audit.picture_rows import shown, strange_outputs, strange_pictures
+from lightning_rl.audit.picture_rows import strange_outputs, strange_pictures, value_text
 from lightning_rl.data import Prompt, PromptDataModule
 from lightning_rl.data.prompt_stream import PromptStream
 from lightning_rl.data.row_schema import CONTINUES, TOOLS, VARIABLES, Reading, is_token_ids, own_variables
@@ -129,7 +129,7 @@ class PromptWatch:
             for place, sample in enumerate(ids):
                 columns = rows[sample // size].columns if sample // size in rows else {}
                 if any(
-                    name in call.columns and shown(call.columns[name][place]) != shown(columns[name])
+                    name in call.columns and value_text(call.columns[name][place]) != value_text(columns[name])
                     for name in columns
                 ):
                     wrong.setdefault(call.name, []).append(sample)

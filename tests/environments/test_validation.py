@@ -121,7 +121,7 @@ PLACES: dict[str, Callable[[list[Any]], object]] = {
         ([{"role": "alien", "content": "x"}], "to have one of the roles .*user, tool.*, got 'alien'"),
         (user(3), "to have a text as content, .*, got 3: write its text, or leave the message out"),
         (user(None), "to have a text as content, .*, got None: write its text, or leave the message out"),
-        (user([{"type": "text", "text": "x"}]), r"to have a text as content, .*, got \[{'type': 'text'"),
+        (user([{"type": "video", "video": "x"}]), r"to have a text as content, .*, got \[{'type': 'video'"),
     ],
 )
 def test_invalid_messages_are_refused(place: str, messages: list[Any], message: str) -> None:
