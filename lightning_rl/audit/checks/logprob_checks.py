@@ -29,7 +29,7 @@ def logprob_alignment(evidence: Evidence) -> Iterator[Finding | Skip]:
     if outputs is None or not len(rows):
         yield Skip(NO_ROWS if outputs is not None else NO_POLICY)
     elif not evidence.plain:
-        yield Skip("the policy is sharded, or a correction wraps every forward in a context")
+        yield Skip("the policy is sharded, a correction wraps forwards in a context, or replies have pictures")
     findings = [
         *_misalignments(evidence, "old_logprobs", rows.old_logprobs, "policy", BEFORE),
         *_misalignments(evidence, "ref_logprobs", rows.ref_logprobs, "reference", REFERENCE),
