@@ -44,6 +44,7 @@ from lightning_rl.data import Prompt
 from lightning_rl.generation import Completion
 from lightning_rl.policy import FrozenModel, PolicyModel, make_plan, pack
 from lightning_rl.rollouts.logprob_passes import add_logprobs
+from lightning_rl.signal.shaped_rewards import shaped_rewards
 
 NAN = math.nan
 PLAIN = GAE(whitened=False)
@@ -58,6 +59,9 @@ def test_1_01_shaping_leaves_the_raw_kl_alone() -> None:
         assert_close(advantages, torch.tensor([[0.97, 0.975, 0.985]]), atol=1e-6, rtol=0)
         assert logged["kl/penalty"] == pytest.approx(0.05 * 0.2), "not the shaped reward, whose mean is 0.3233"
     assert all(torch.equal(tensor, old) for (_, tensor), old in zip(rollout.tensors(), before, strict=True))
+    penalty = torch.tensor([[-0.1, -0.2, -0.3]])
+    shaped_rewards(torch.tensor([1.0]), penalty, torch.ones(1, 3, dtype=torch.bool))
+    assert torch.equal(penalty, torch.tensor([[-0.1, -0.2, -0.3]])), "estimators read the penalty itself, too"
 
 
 def test_1_02_whitening_runs_over_all_ranks_and_every_rank_takes_part() -> None:
