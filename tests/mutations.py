@@ -348,7 +348,7 @@ CURES = [Mutation(test, file, old, new, where) for where, test, file, old, new i
     ("tests/test_deterministic.py",
      "test_a_deterministic_fit_calls_nothing_that_a_gpu_refuses_and_repeats_itself_bitwise",
      "lightning_rl/policy/packing.py", "inputs.new_zeros(size[0] * size[1]).index_copy(0, place, inputs)",
-     "inputs.new_zeros(shape[0] * shape[1]).put_(place, inputs)"),
+     "inputs.new_zeros(size[0] * size[1]).put_(place, inputs)"),
     ("tests/generation/vllm/test_vllm_engine.py",
      "test_a_share_without_room_beside_the_optimizer_is_refused_before_the_first_rollout",
      ENGINE, "if share > room.largest:", "if False:"),
