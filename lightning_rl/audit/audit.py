@@ -91,7 +91,7 @@ class SignalAudit(RLCallback):
     Every rank checks its own rows; all ranks raise if one does. Skipped checks are logged at the end of a fit.
 
     Args:
-        every_n_rollouts: Number of rollouts between audits.
+        every_n_rollouts: Number of rollouts between audits; the first rollout after a resume is audited as well.
         mode: ``"warn"``, or ``"raise"`` an :class:`~lightning_rl.audit.AuditError`.
         checks: Names of the checks to run at every audit; by default all, each at its turns
             (:func:`~lightning_rl.audit.schedule.takes_turn`).

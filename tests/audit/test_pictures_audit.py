@@ -300,7 +300,7 @@ def first_screen_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MessageEnvironment, "step", first)
 
 
-def turns_reversed(monkeypatch: pytest.MonkeyPatch) -> None:
+def reverse_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine reads the pictures of a conversation from the last one to the first."""
     media_of = Trajectory.media_of
 
@@ -312,7 +312,7 @@ def turns_reversed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("fault", [first_screen_again, turns_reversed])
+@pytest.mark.parametrize("fault", [first_screen_again, reverse_turns])
 def test_a_turn_with_other_pictures_than_its_environment_showed_is_found(
     fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,9 +327,9 @@ def test_pictures_that_the_processor_does_not_get_as_they_are_are_found(
 ) -> None:
     call = PictureProcessor._call  # noqa: SLF001
 
-    def halved(self: Any, text: str, pictures: Any, name: str) -> Any:
+    def halve(self: Any, text: str, pictures: Any, name: str) -> Any:
         return call(self, text, [picture[::2, ::2] for picture in pictures], name)
 
-    monkeypatch.setattr(PictureProcessor, "_call", halved)
+    monkeypatch.setattr(PictureProcessor, "_call", halve)
     (found,) = findings(tmp_path)
     assert found["check"] == "picture_source" and "the processor of pictures" in found["culprit"]

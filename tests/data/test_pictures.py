@@ -272,14 +272,14 @@ def test_a_column_of_pictures_is_refused_by_a_policy_of_text() -> None:
     assert other.prompt(0).columns == {"image": "python:3.11"}
 
 
-def encoded(made: Image.Image) -> str:
+def base64_of(made: Image.Image) -> str:
     return base64.b64encode(file_of(made)).decode()
 
 
 @pytest.mark.parametrize(
     "part",
     [
-        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded(RED)}"}},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64_of(RED)}"}},
         {"type": "image", "path": "red.png"},
         {"type": "image", "url": "red.png"},
     ],
@@ -297,7 +297,7 @@ def test_parts_as_openai_and_transformers_write_them_have_their_pictures(
     [
         ({"images": [None]}, "got None: leave it out"),
         ({"images": [RED], "image": RED}, "got both: leave one out"),
-        ({"image": encoded(Image.effect_noise((64, 64), 9)) * 20}, "to be a file that exists, got "),
+        ({"image": base64_of(Image.effect_noise((64, 64), 9)) * 20}, "to be a file that exists, got "),
         ({"image": Image.new("I;16", (56, 56))}, "scale its values to 0 to 255, and save 8 bits"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from kit.support import fit, recorder, tiny_module
-from kit.vision import PROCESSORS, WORDS, picture, vision_model
+from kit.vision import PROCESSORS, WORDS, Camera, picture, vision_model
 from torch import Tensor
 from typing_extensions import override
 
@@ -27,27 +27,6 @@ from lightning_rl.policy.text_model import freeze_towers
 
 IMAGE, START = 13, 14
 ASK = [{"role": "user", "content": "what color"}]
-
-
-class Camera(Environment):
-    """Shows a picture after each answer, three times, and from the second on in a rewritten context if ``forgets``."""
-
-    forgets = False
-
-    def __init__(self) -> None:
-        self.turn = 0
-
-    @override
-    def step(self, answer: Action) -> StepResult:
-        self.turn += 1
-        if self.turn == 3:
-            return StepResult(done=True, reward=float(len(answer.text) % 2))
-        shown = picture(("red", "blue")[self.turn % 2], (56 + 28 * self.turn, 56))
-        content: list[Any] = [{"type": "text", "text": "one"}, {"type": "image", "image": shown}]
-        message = {"role": "user", "content": content}
-        if self.forgets and self.turn == 2:
-            return StepResult(rewritten=[message])
-        return StepResult(messages=[message])
 
 
 class Forgetful(Camera):

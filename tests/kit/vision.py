@@ -11,8 +11,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Sequence as Steps
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from typing_extensions import override
 
 from kit.multimodal import tiny_multimodal
+from lightning_rl.environments import Action, Environment, StepResult
 
 WORDS = [
     "<unk>",
@@ -203,3 +205,24 @@ def picture_rows(number: int) -> list[dict[str, Any]]:
 def picture(color: str = "red", size: tuple[int, int] = (56, 56)) -> Image.Image:
     """A picture of one color."""
     return Image.new("RGB", size, color)
+
+
+class Camera(Environment):
+    """Shows a picture after each answer, three times, and from the second on in a rewritten context if ``forgets``."""
+
+    forgets = False
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    @override
+    def step(self, answer: Action) -> StepResult:
+        self.turn += 1
+        if self.turn == 3:
+            return StepResult(done=True, reward=float(len(answer.text) % 2))
+        shown = picture(("red", "blue")[self.turn % 2], (56 + 28 * self.turn, 56))
+        content: list[Any] = [{"type": "text", "text": "one"}, {"type": "image", "image": shown}]
+        message = {"role": "user", "content": content}
+        if self.forgets and self.turn == 2:
+            return StepResult(rewritten=[message])
+        return StepResult(messages=[message])

@@ -5,13 +5,11 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2VLVideoProcessor
-from typing_extensions import override
 
 from kit.multimodal import tiny_multimodal
 from kit.vision import PROCESSORS, picture, vision_model
 from kit.vllm_models import VOCABULARY
 from lightning_rl.data.pictures import pixels_of
-from lightning_rl.environments import Action, Environment, StepResult
 from lightning_rl.policy import PolicyModel, pack
 from lightning_rl.policy.processor import attach, processor_of
 from lightning_rl.rollout import Rollout
@@ -62,21 +60,6 @@ def processor_in(tokenizer: PreTrainedTokenizerBase) -> Any:
     found = processor_of(tokenizer)
     assert found is not None
     return found.processor
-
-
-class Camera(Environment):
-    """Shows a picture after each answer, twice."""
-
-    def __init__(self) -> None:
-        self.turn = 0
-
-    @override
-    def step(self, answer: Action) -> StepResult:
-        self.turn += 1
-        if self.turn == 3:
-            return StepResult(done=True, reward=float(len(answer.text) % 2))
-        content: list[Any] = [{"type": "text", "text": "one"}, {"type": "image", "image": (RED, WIDE)[self.turn % 2]}]
-        return StepResult(messages=[{"role": "user", "content": content}])
 
 
 def prompts_with_pictures(tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:

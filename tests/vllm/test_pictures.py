@@ -12,13 +12,12 @@ from kit.engine_requests import launch
 from kit.served import Served
 from kit.served_runs import an_engine
 from kit.support import fit, tiny_module
-from kit.vision import picture_rows
+from kit.vision import Camera, picture_rows
 from kit.vllm_models import moved, prompts_of, requests_for, synced, weights_of, worst
 from kit.vllm_rank import Watch
 from kit.vllm_vision import (
     FAMILIES,
     WHOLE,
-    Camera,
     gap,
     processor_in,
     prompts_with_pictures,

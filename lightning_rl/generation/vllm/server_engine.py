@@ -25,13 +25,12 @@ from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.discovery import Listing, ServerList
 from lightning_rl.generation.vllm.group import Specification
-from lightning_rl.generation.vllm.lora_adapter import Adapter
 from lightning_rl.generation.vllm.scheduler import Seat
 from lightning_rl.generation.vllm.server_client import ServerClient
 from lightning_rl.generation.vllm.server_pool import ServerPool
 from lightning_rl.generation.vllm.storage import delete_leftovers
 from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of, pictures_of
-from lightning_rl.generation.vllm.vllm_weights import VLLMWeights
+from lightning_rl.generation.vllm.vllm_weights import VLLMWeights, WeightSender
 from lightning_rl.generation.vllm.weight_push import Proof, WeightPush
 from lightning_rl.generation.weights import weight_stream
 from lightning_rl.generation.weights.canary import Canary, canary_of
@@ -45,7 +44,7 @@ from lightning_rl.utils.http import read_url
 TRANSFERS = ("file", "broadcast")
 
 
-class VLLMServerEngine(Engine):
+class VLLMServerEngine(WeightSender, Engine):
     """Engine on vLLM servers that ``lightning-rl serve`` started, on this machine or others.
 
     Each sync writes the weights to a folder shared with the servers, which load them from there, or broadcasts them to
@@ -116,7 +115,6 @@ class VLLMServerEngine(Engine):
         self.canary = canary_of(canary)
         self._pool: ServerPool | None = None
         self._broadcast: Broadcast | None = None
-        self._outgoing: VLLMWeights | None = None
         self._placeholders: list[int] = []  # token ids that stand for pictures
 
     def _check_url(self, url: str) -> None:
@@ -192,16 +190,6 @@ class VLLMServerEngine(Engine):
         pool.compare([(name, shape) for name, shape, _ in tensors])
         if self.transfer == "broadcast" and pool.push.writes:
             self._broadcast = Broadcast(pool, tensors, device)
-
-    @property
-    def _stream(self) -> VLLMWeights:
-        if self._outgoing is None:
-            raise RuntimeError("expected a started engine, got one that is not: call start() first")
-        return self._outgoing
-
-    @property
-    def _adapter(self) -> Adapter | None:
-        return None if self._outgoing is None else self._outgoing.adapter
 
     def _running(self) -> ServerPool:
         if self._pool is None:

@@ -24,7 +24,6 @@ from typing_extensions import override
 from lightning_rl.distributed import process_count
 from lightning_rl.generation.engine import Capabilities, Engine, Exchange
 from lightning_rl.generation.vllm import internals
-from lightning_rl.generation.vllm.lora_adapter import Adapter
 from lightning_rl.generation.vllm.output_extras import (
     OutputExtras,
     available_extras,
@@ -34,7 +33,7 @@ from lightning_rl.generation.vllm.output_extras import (
 from lightning_rl.generation.vllm.recorded_modules import record_vllm_modules
 from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of, prompt_of
 from lightning_rl.generation.vllm.vllm_version import load_vllm, set_batch_invariance
-from lightning_rl.generation.vllm.vllm_weights import VLLMWeights
+from lightning_rl.generation.vllm.vllm_weights import VLLMWeights, WeightSender
 from lightning_rl.generation.weights import weight_stream
 from lightning_rl.generation.weights.canary import Canary, canary_of
 from lightning_rl.policy.context_window import context_window, depends_on_batch
@@ -60,7 +59,7 @@ FIXED: dict[str, Any] = {
 }
 
 
-class VLLMEngine(Engine):
+class VLLMEngine(WeightSender, Engine):
     """Engine on vLLM (0.32, 0.33) in this process, whose weights are streamed in at each sync.
 
     It is built at the first sync, after the process group exists, from the policy's configuration; no checkpoint is
@@ -126,7 +125,6 @@ class VLLMEngine(Engine):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._extras: OutputExtras | None = None
         self.lora = lora
-        self._outgoing: VLLMWeights | None = None
         self._base_loaded = False  # used with an adapter
         self._asleep: set[str] = set()
         self._constants: list[tuple[Tensor, Tensor]] = []  # of the sleeping model, with their values in main memory
@@ -396,16 +394,6 @@ class VLLMEngine(Engine):
         for request in requests:
             self.in_flight.add(request, self.version)
         return [internals.outer_name(name) for name in names]
-
-    @property
-    def _stream(self) -> VLLMWeights:
-        if self._outgoing is None:
-            raise RuntimeError("expected a started engine, got one that is not: call start() first")
-        return self._outgoing
-
-    @property
-    def _adapter(self) -> Adapter | None:
-        return None if self._outgoing is None else self._outgoing.adapter
 
     @property
     def _lora_request(self) -> Any:
