@@ -19,7 +19,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from statistics import median
@@ -37,8 +37,8 @@ from lightning_rl.environments import (
     TokenStep,
     converse,
 )
-from lightning_rl.generation import Completion, Engine, Request
-from lightning_rl.generation.engine import Exchange, give_all
+from lightning_rl.generation import Engine, Request
+from lightning_rl.generation.sessions import Sessions
 from lightning_rl.samples import Prompt, Trajectory
 
 CONVERSATIONS, TURNS, PROMPT, TURN_TOKENS, MEAN_TOKENS, REPLY, VOCABULARY = 200, 8, 16, 64, 8, 8, 512
@@ -68,48 +68,29 @@ class Sleeping(TokenEnvironment):
         """Hold nothing."""
 
 
-class Timed(Exchange):
-    """An exchange, with the seconds that the engine waited there."""
-
-    def __init__(self, inner: Exchange) -> None:
-        self.inner, self.waited = inner, 0.0
-
-    @override
-    def take(self, *, wait: bool = True, linger: float = 0.0) -> list[Request]:
-        """Count."""
-        begin = time.perf_counter()
-        try:
-            return self.inner.take(wait=wait, linger=linger)
-        finally:
-            self.waited += time.perf_counter() - begin
-
-    @override
-    def give(self, request: Request, completion: Completion) -> None:
-        """Hands on."""
-        self.inner.give(request, completion)
-
-    @override
-    def fail(self, error: BaseException) -> None:
-        """Hands on."""
-        self.inner.fail(error)
-
-
 class Driven(VLLMEngine):
     """Takes turns in one of several ways, and counts its steps and the seconds that it had nothing to draw."""
 
     driver, steps, waited = "continuous", 0, 0.0
 
     @override
-    def _converse(self, exchange: Exchange, *, logprobs: bool) -> None:
-        timed = Timed(exchange)
+    async def serve(self, sessions: Sessions, *, logprobs: bool) -> None:
+        arrival, in_round = sessions.arrival, sessions.round
+
+        async def timed(waiting: Coroutine[Any, Any, Any]) -> Any:
+            begin = time.perf_counter()
+            try:
+                return await waiting
+            finally:
+                self.waited += time.perf_counter() - begin
+
+        sessions.arrival = lambda: timed(arrival())  # of the benchmark alone
+        sessions.round = lambda linger: timed(in_round(math.inf if self.driver == "lockstep" else linger))
+        self.waited = 0.0
         if self.driver == "continuous":
-            super()._converse(timed, logprobs=logprobs)
-        elif self.driver == "rounds":
-            Engine._converse(self, timed, logprobs=logprobs)  # noqa: SLF001
+            await super().serve(sessions, logprobs=logprobs)
         else:
-            while requests := timed.take(linger=math.inf):
-                give_all(timed, requests, self.generate(requests, logprobs=logprobs))
-        self.waited = timed.waited
+            await Engine.serve(self, sessions, logprobs=logprobs)
 
     def count_steps(self) -> None:
         """Count from now on."""

@@ -1,14 +1,16 @@
-"""Interface between the training loop and an engine: exchange of requests, capabilities and states."""
+"""Interface between the training loop and an engine: requests, capabilities and states."""
 
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from itertools import chain
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -17,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.distributed import process_objects
 from lightning_rl.generation.in_flight import InFlight
+from lightning_rl.generation.sessions import Asked, Checks, Episode, Sessions, give_all
 from lightning_rl.policy.module_values import ModuleValues
 from lightning_rl.samples import Completion, Request
 
@@ -27,30 +30,6 @@ LINGER = 5.0  # seconds that a round waits for late requests, so that a batch ha
 
 class EngineError(RuntimeError):
     """Failure of the engine. The run stops after a checkpoint and can be resumed."""
-
-
-class Exchange(Protocol):
-    """Source of requests that are not all known from the start, such as the turns of conversations.
-
-    One thread calls :meth:`take`; any thread may call :meth:`give` and :meth:`fail`.
-    """
-
-    def take(self, *, wait: bool = True, linger: float = 0.0) -> list[Request]:
-        """Return the requests that have arrived since the last call, or raise the error passed to :meth:`fail`.
-
-        Args:
-            wait: True to block until there is at least one; an empty list then means that no more will arrive.
-            linger: Seconds to wait for further requests once there is one.
-        """
-        ...
-
-    def give(self, request: Request, completion: Completion) -> None:
-        """Pass on the completion of a request."""
-        ...
-
-    def fail(self, error: BaseException) -> None:
-        """End the exchange with an error of another thread."""
-        ...
 
 
 class EngineState(Enum):
@@ -118,6 +97,7 @@ class Engine(ABC):
         state: Current state.
         version: Version of its weights.
         pushed: Versions of all weights that were loaded.
+        environment_threads: Number of threads for environments while it generates; 0 for the thread that called it.
         in_flight: Requests that are not answered yet. :meth:`generate` adds its requests while it runs; an engine that
             answers some earlier discards those.
     """
@@ -130,6 +110,7 @@ class Engine(ABC):
     dtype: torch.dtype | None = None
     allows_tf32: bool = False
     max_length: int | None = None
+    environment_threads: int = 0
 
     def __init_subclass__(cls) -> None:
         """Refuse methods under names that nothing calls any longer."""
@@ -293,35 +274,55 @@ class Engine(ABC):
             )
         return completions
 
-    def converse(self, exchange: Exchange, *, logprobs: bool = False) -> None:
-        """Serve requests from ``exchange`` until it is exhausted.
+    def converse(
+        self,
+        episodes: Sequence[Episode],
+        *,
+        logprobs: bool = False,
+        answers: Checks | None = None,
+        executor: Executor | None = None,
+    ) -> None:
+        """Run open samples, whose requests are not all known from the start, to their end.
 
         A completion does not depend on the schedule or on other requests. Every rank that shares a collective engine
-        (:attr:`Capabilities.collective`) has to call it, even without requests.
+        (:attr:`Capabilities.collective`) has to call it, even without samples.
+
+        Args:
+            episodes: Coroutine functions, which get a :class:`.Session`.
+            logprobs: True if completions have to contain log-probabilities.
+            answers: Checks of the completions; None for no checks.
+            executor: Threads that run environments in parallel; None for :attr:`environment_threads` threads.
 
         Raises:
             RuntimeError: If the engine is not synced.
             ValueError: If a request has a filter that the engine does not support.
         """
         self._check_state()
-        self._converse(exchange, logprobs=logprobs)
+        threads = None
+        if executor is None and self.environment_threads:
+            executor = threads = ThreadPoolExecutor(self.environment_threads, thread_name_prefix="turn")
+        try:
+            Sessions(answers, executor).run(partial(self.serve, logprobs=logprobs), episodes)
+        finally:
+            if threads is not None:
+                threads.shutdown()
 
-    def _converse(self, exchange: Exchange, *, logprobs: bool) -> None:
-        """Generate in rounds; a request that arrives too late joins the next round.
+    async def serve(self, sessions: Sessions, *, logprobs: bool) -> None:
+        """Answer open samples in rounds; a request that arrives too late joins the next round.
 
         The last bits of log-probabilities may depend on the batch, so a round waits for late requests: :data:`LINGER`
         seconds, or as long as the previous round took. An engine that overrides this method adds its requests to
         ``in_flight``.
         """
-        linger, requests, completions = LINGER, list[Request](), list[Completion]()
+        linger, shared = LINGER, self.capabilities.collective
         while True:
-            failure = None
+            failure, asked = None, list[Asked]()
             try:
-                give_all(exchange, requests, completions)
-                requests = exchange.take(linger=linger)
+                asked = await sessions.round(linger)
             except Exception as error:  # noqa: BLE001  raised below, once every rank knows
                 failure = error
-            numbers = self._across(None if failure is not None else len(requests))
+            number = None if failure is not None else len(asked)
+            numbers = await sessions.here(self._across, number) if shared else [number]
             if failure is not None:
                 raise failure
             if None in numbers:
@@ -331,8 +332,8 @@ class Engine(ABC):
                 )
             if not any(numbers):
                 return
-            begin = time.perf_counter()
-            completions = self.generate(requests, logprobs=logprobs)
+            begin, requests = time.perf_counter(), [each.request for each in asked]
+            give_all(asked, await sessions.here(partial(self.generate, requests, logprobs=logprobs)))
             linger = max(LINGER, time.perf_counter() - begin)
 
     def _across(self, value: Value) -> list[Value]:
@@ -364,9 +365,3 @@ class Engine(ABC):
         self.started, self.state = False, EngineState.ASLEEP
         if self.canary is not None:
             self.canary.forget()
-
-
-def give_all(exchange: Exchange, requests: Sequence[Request], completions: Sequence[Completion]) -> None:
-    """Pass on the completions of several requests, in order."""
-    for request, completion in zip(requests, completions, strict=True):
-        exchange.give(request, completion)

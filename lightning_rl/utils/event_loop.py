@@ -94,3 +94,7 @@ class _LoopThread(threading.Thread):
         while True:
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 self.loop.run_forever()
+
+
+REQUESTS = EventLoop("requests")
+"""Loop of open samples and of calls of servers; no code of users runs in it."""

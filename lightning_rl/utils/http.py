@@ -13,10 +13,9 @@ from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
 
-from lightning_rl.utils.event_loop import EventLoop
+from lightning_rl.utils.event_loop import REQUESTS
 from lightning_rl.utils.strict_json import parse_json
 
-LOOP = EventLoop("servers")
 PORTS = {"http": 80, "https": 443}
 BUSY = (408, 429)  # statuses after which a retry may succeed
 OF_REQUEST = (400, 413, 422)  # statuses that concern the request, not the client
@@ -63,7 +62,7 @@ def check_key(key: str, server: str) -> str:
 
 
 class Client:
-    """HTTP client of one server, for any thread and for coroutines of :data:`LOOP`.
+    """HTTP client of one server, for any thread and for coroutines of :data:`REQUESTS`.
 
     Args:
         url: URL such as ``http://127.0.0.1:8000``.
@@ -85,7 +84,7 @@ class Client:
         self, method: str, path: str, body: Any = None, *, timeout: float, parse: Callable[[bytes], Any] = parse_json
     ) -> Any:
         """Call :meth:`request` and wait for its result."""
-        return LOOP.run(self.request(method, path, body, timeout=timeout, parse=parse))
+        return REQUESTS.run(self.request(method, path, body, timeout=timeout, parse=parse))
 
     async def request(
         self, method: str, path: str, body: Any = None, *, timeout: float, parse: Callable[[bytes], Any] = parse_json
@@ -149,7 +148,7 @@ class Client:
 
     def abort(self) -> None:
         """Cancel the calls in flight, which raise :class:`Unanswered`."""
-        LOOP.call_soon(self._expire)
+        REQUESTS.call_soon(self._expire)
 
     def _expire(self) -> None:
         for deadline in self._deadlines:
@@ -158,7 +157,7 @@ class Client:
 
     def close(self) -> None:
         """Cancel all calls, later ones included, and close connections."""
-        LOOP.run(self._close())
+        REQUESTS.run(self._close())
 
     async def _close(self) -> None:
         self._closed = True

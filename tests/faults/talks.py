@@ -263,12 +263,12 @@ def room_for_whole_budget(original: Any, self: Conversation, prefix: Sequence[in
         self._drawn = drawn
 
 
-def two_answers_exchanged(original: Any, exchange: Any, requests: Any, completions: Sequence[Completion]) -> None:
+def two_answers_exchanged(original: Any, asked: Sequence[Any], completions: Sequence[Completion]) -> None:
     given = [dataclasses.replace(one, sample_id=None) for one in completions]
-    limits = [request.sampling.max_new_tokens for request in requests]
-    if len(given) > 1 and requests[-1].turn and limits[-1] == limits[-2]:
+    limits = [each.request.sampling.max_new_tokens for each in asked]
+    if len(given) > 1 and asked[-1].request.turn and limits[-1] == limits[-2]:
         given[-2:] = given[:-3:-1]
-    original(exchange, requests, given)
+    original(asked, given)
 
 
 def row_of_the_sample_before(conversation: Conversation, *_: Any) -> Conversation:

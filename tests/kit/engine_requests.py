@@ -1,6 +1,5 @@
 """Engines that are started without a module, and requests from plain options."""
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,6 +8,7 @@ from transformers import PreTrainedModel
 
 from lightning_rl import SamplingParams
 from lightning_rl.generation import Completion, Engine, Request
+from lightning_rl.generation.sessions import Episode, Session
 
 
 def launch(engine: Engine, model: PreTrainedModel, tokenizer: Any = None) -> None:
@@ -27,42 +27,21 @@ def with_sampling(request: Request, **options: Any) -> Request:
     return replace(request, sampling=replace(request.sampling, **options))
 
 
-class RequestList:
-    """Exchange over a fixed list of requests.
+def complete_all(
+    engine: Engine, requests: Sequence[Request], answered: Callable[[], object] = lambda: None
+) -> dict[int, Completion]:
+    """Completions of requests with different sample ids, each of an open sample, in the order of arrival.
 
-    Args:
-        requests: Requests with different sample ids.
-        answered: Function to call after each completion.
+    ``answered`` is called after each of them.
     """
+    completions = dict[int, Completion]()
 
-    def __init__(self, requests: Sequence[Request], answered: Callable[[], object] = lambda: None) -> None:
-        self.completions: dict[int, Completion] = {}  # by sample id, in the order of arrival
-        self._number, self._waiting, self._answered = len(requests), list(requests), answered
-        self._changed = threading.Condition()
-        self._error: BaseException | None = None
+    def episode(request: Request) -> Episode:
+        async def ask(session: Session) -> None:
+            completions[request.sample_id] = await session.complete(request)
+            answered()
 
-    def take(self, *, wait: bool = True, linger: float = 0.0) -> list[Request]:
-        """Return all requests, later an empty list after the last completion."""
-        del linger
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._error or self._waiting or len(self.completions) == self._number or not wait
-            )
-            if self._error is not None:
-                raise self._error
-            requests, self._waiting = self._waiting, []
-            return requests
+        return ask
 
-    def give(self, request: Request, completion: Completion) -> None:
-        """Store a completion."""
-        with self._changed:
-            assert request.sample_id not in self.completions
-            self.completions[request.sample_id] = completion
-            self._answered()
-            self._changed.notify_all()
-
-    def fail(self, error: BaseException) -> None:
-        """Make :meth:`take` raise an error."""
-        with self._changed:
-            self._error = error
-            self._changed.notify_all()
+    engine.converse([episode(request) for request in requests], logprobs=True)
+    return completions

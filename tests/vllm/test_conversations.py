@@ -31,7 +31,7 @@ def engine(start_engine: Starter) -> VLLMEngine:
 
 def in_rounds(engine: VLLMEngine, talks: list[Conversation]) -> list[Trajectory]:
     """The trajectories on the schedule of the base class, which generates in rounds."""
-    with patch.object(type(engine), "_converse", Engine._converse):  # noqa: SLF001
+    with patch.object(type(engine), "serve", Engine.serve):
         return converse(talks, engine, logprobs=True)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit.engine_requests import RequestList
+from kit.engine_requests import complete_all
 from kit.vllm_models import VOCABULARY, Starter, a_model, prompts_of, requests_for, synced
 
 from lightning_rl import VLLMEngine
@@ -60,9 +60,7 @@ def test_vllm_takes_every_kind_of_request(engine: VLLMEngine, monkeypatch: pytes
     for requests in kinds:
         assert all(len(tokens) == 20 for tokens, _ in drawn(engine, requests))
     together = [replace(one, sample_id=n) for n, one in enumerate(request for kind in kinds for request in kind)]
-    exchange = RequestList(together)
-    engine.converse(exchange, logprobs=True)
-    assert [len(completion.token_ids) for completion in exchange.completions.values()] == [20] * len(together)
+    assert [len(completion.token_ids) for completion in complete_all(engine, together).values()] == [20] * len(together)
     (scores,) = engine.score([[5, 6, 7, 8]])
     assert len(scores) == 3 and bool((scores < 0).all())
     canary = Canary()

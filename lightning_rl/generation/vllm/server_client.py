@@ -16,7 +16,8 @@ from lightning_rl.generation.vllm.vllm_version import check_version
 from lightning_rl.generation.vllm.worker_extension import WorkerDescription
 from lightning_rl.generation.weights.weight_stream import Shape
 from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS
-from lightning_rl.utils.http import LOOP, Client, Refused, Unanswered, quote
+from lightning_rl.utils.event_loop import REQUESTS
+from lightning_rl.utils.http import Client, Refused, Unanswered, quote
 
 PROBE = 30.0  # seconds for a call that returns at once
 LEAVING = 5.0  # seconds for a call to a server that is not used any more
@@ -215,7 +216,7 @@ class ServerClient(Client):
 
     def sample(self, name: str, ids: Sequence[int], parameters: Mapping[str, Any]) -> Sample:
         """Call :meth:`draw` and wait for its result."""
-        return LOOP.run(self.draw(name, ids, parameters))
+        return REQUESTS.run(self.draw(name, ids, parameters))
 
     async def draw(
         self, name: str, ids: Sequence[int], parameters: Mapping[str, Any], pictures: Mapping[str, Any] | None = None

@@ -1,12 +1,10 @@
 """Engine on vLLM servers, on this machine or others, whose weights the trainer pushes."""
 
-import asyncio
 import gc
 import os
 import tempfile
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from secrets import token_hex
@@ -20,7 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_rl.distributed import failing_together, process_count, process_objects
-from lightning_rl.generation.engine import Capabilities, Engine, EngineError, Exchange
+from lightning_rl.generation.engine import Capabilities, Engine, EngineError
+from lightning_rl.generation.sessions import Sessions
 from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.discovery import Listing, ServerList
@@ -110,6 +109,7 @@ class VLLMServerEngine(WeightSender, Engine):
             raise ValueError(f'expected lora="merged" or "adapter", got {lora!r}')
         self.transfer, self.lora = transfer, lora
         self.storage, self.timeout, self.patience, self.at_once = storage, timeout, patience, at_once
+        self.environment_threads = at_once
         self._key = os.environ.get("VLLM_API_KEY") if api_key is None else api_key
         self._list = ServerList(self.servers, self._check_url)
         self.canary = canary_of(canary)
@@ -260,31 +260,23 @@ class VLLMServerEngine(WeightSender, Engine):
         return pool.run(answer, requests)
 
     @override
-    def _converse(self, exchange: Exchange, *, logprobs: bool) -> None:
+    async def serve(self, sessions: Sessions, *, logprobs: bool) -> None:
         """Send each request to the server of the previous turn, whose prefix cache has its beginning.
 
-        Conversations with the same beginning share a server. Tokens may come from the weights at the start or later
-        ones, from turn to turn and within a turn.
+        Samples with the same beginning share a server. Tokens may come from the weights at the start or later ones,
+        from turn to turn and within a turn.
         """
-        pool, limits, seats = self._running(), self._limits(), dict[int, Seat]()
-        beginnings, oldest = defaultdict[tuple[int, ...], Seat](Seat), pool.oldest
+        limits, oldest, seats = self._limits(), self._running().oldest, dict[int, Seat]()
+        beginnings = defaultdict[tuple[int, ...], Seat](Seat)
 
-        async def answer(request: Request) -> None:
-            try:
-                self._check_requests([request])
-                limits.check(request)
-                if request.sample_id not in seats:
-                    seats[request.sample_id] = beginnings[request.prefix_ids]
-                with self.in_flight.holding([request], self.version):
-                    completion = await self._complete(request, seats[request.sample_id], oldest, logprobs=logprobs)
-                await asyncio.get_running_loop().run_in_executor(threads, exchange.give, request, completion)
-            except asyncio.CancelledError:
-                raise
-            except BaseException as error:  # noqa: BLE001  for the thread that waits
-                exchange.fail(error)
+        async def answer(request: Request) -> Completion:
+            self._check_requests([request])
+            limits.check(request)
+            seat = seats.setdefault(request.sample_id, beginnings[request.prefix_ids])
+            with self.in_flight.holding([request], self.version):
+                return await self._complete(request, seat, oldest, logprobs=logprobs)
 
-        with ThreadPoolExecutor(self.at_once, thread_name_prefix="turn") as threads:  # for environments
-            pool.each(answer, exchange.take)
+        await sessions.answer_each(answer)
 
     def _limits(self) -> Limits:
         push = self._running().push

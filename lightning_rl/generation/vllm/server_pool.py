@@ -15,8 +15,8 @@ from lightning_rl.generation.vllm.scheduler import Places, Seat, Server
 from lightning_rl.generation.vllm.server_client import Sample, ServerClient
 from lightning_rl.generation.vllm.weight_push import Proof, WeightPush
 from lightning_rl.generation.weights.weight_stream import Shape
-from lightning_rl.samples import Request
-from lightning_rl.utils.http import LOOP, Cancelled, Refused, Unanswered
+from lightning_rl.utils.event_loop import REQUESTS
+from lightning_rl.utils.http import Cancelled, Refused, Unanswered
 
 LOG = logging.getLogger(__name__)
 ATTEMPTS = 6  # per request
@@ -164,20 +164,7 @@ class ServerPool:
 
     def run(self, function: Callable[[Item], Coroutine[Any, Any, Result]], items: Sequence[Item]) -> list[Result]:
         """Run a coroutine function for every item concurrently and return the results; a failure cancels the others."""
-        return LOOP.run(_all([function(item) for item in items]))
-
-    def each(
-        self, function: Callable[[Request], Coroutine[Any, Any, None]], take: Callable[[], Sequence[Request]]
-    ) -> None:
-        """Run a coroutine function for every request until ``take`` returns none; a failure cancels all."""
-        tasks = list[asyncio.Task[None]]()
-        try:
-            while requests := take():
-                tasks += LOOP.run(_begin([function(request) for request in requests]))
-            LOOP.run(_results(tasks))
-        except BaseException:
-            LOOP.run(_cancel(tasks))
-            raise
+        return REQUESTS.run(_all([function(item) for item in items]))
 
     async def ask(
         self,
@@ -406,7 +393,7 @@ class ServerPool:
     def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
-        LOOP.call_soon(self._assign)
+        REQUESTS.call_soon(self._assign)
 
     def _assign(self) -> None:
         if self._closed.is_set():
@@ -434,23 +421,11 @@ def _names(servers: Sequence[Server]) -> str:
 
 async def _all(coroutines: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
     """Return results in order; after the first failure the other tasks are cancelled and awaited."""
-    tasks = await _begin(coroutines)
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
-        return await _results(tasks)
+        return await asyncio.gather(*tasks)
     except BaseException:
-        await _cancel(tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         raise
-
-
-async def _begin(coroutines: Sequence[Coroutine[Any, Any, Result]]) -> "list[asyncio.Task[Result]]":
-    return [asyncio.create_task(coroutine) for coroutine in coroutines]
-
-
-async def _results(tasks: "Sequence[asyncio.Task[Result]]") -> list[Result]:
-    return await asyncio.gather(*tasks)
-
-
-async def _cancel(tasks: "Sequence[asyncio.Task[Any]]") -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

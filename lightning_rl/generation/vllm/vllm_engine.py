@@ -22,7 +22,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_rl.distributed import process_count
-from lightning_rl.generation.engine import Capabilities, Engine, Exchange
+from lightning_rl.generation.engine import Capabilities, Engine
+from lightning_rl.generation.sessions import Asked, Sessions
 from lightning_rl.generation.vllm import internals
 from lightning_rl.generation.vllm.output_extras import (
     OutputExtras,
@@ -353,29 +354,46 @@ class VLLMEngine(WeightSender, Engine):
         )
 
     @override
-    def _converse(self, exchange: Exchange, *, logprobs: bool) -> None:
+    async def serve(self, sessions: Sessions, *, logprobs: bool) -> None:
         """Add each request to the running batch at once; ranks that share the engine generate in rounds."""
         if self._tensor_parallel > 1:
-            super()._converse(exchange, logprobs=logprobs)
+            await super().serve(sessions, logprobs=logprobs)
             return
         if self._extras is not None:
             self._extras.clear()
-        running: dict[str, Request] = {}
+        running: dict[str, Asked] = {}
+        advance = partial(self._advance, sessions, running, logprobs=logprobs)
         try:
-            with self._clean_engine():
-                while True:
-                    requests = exchange.take(wait=not running)
-                    running |= zip(self._add(requests, logprobs=logprobs), requests, strict=True)
-                    if not running:
-                        return
-                    for output in self._llm.llm_engine.step():
-                        if output.finished:
-                            request = running.pop(output.request_id)
-                            self.in_flight.discard(request)
-                            exchange.give(request, self._completion(request, output, logprobs=logprobs))
+            while running or await sessions.arrival():
+                for asked, completion in await sessions.here(advance, sessions.take()):
+                    asked.give(completion)
+                await sessions.settle()
         finally:
-            for request in running.values():
-                self.in_flight.discard(request)
+            if running:
+                await sessions.here(self._abort_all)
+                for asked in running.values():
+                    self.in_flight.discard(asked.request)
+
+    def _advance(
+        self, sessions: Sessions, running: dict[str, Asked], arrived: Sequence[Asked], *, logprobs: bool
+    ) -> list[tuple[Asked, Completion]]:
+        """Add the requests that have arrived, and generate until one is finished or another arrives."""
+        finished = list[tuple[Asked, Completion]]()
+        with self._clean_engine():
+            running |= zip(self._add([each.request for each in arrived], logprobs=logprobs), arrived, strict=True)
+            while running and not finished:
+                for output in self._llm.llm_engine.step():
+                    if output.finished:
+                        asked = running.pop(output.request_id)
+                        self.in_flight.discard(asked.request)
+                        finished.append((asked, self._completion(asked.request, output, logprobs=logprobs)))
+                if sessions.has_arrivals:
+                    break
+        return finished
+
+    def _abort_all(self) -> None:
+        engine = self._llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
 
     def _add(self, requests: Sequence[Request], *, logprobs: bool) -> list[str]:
         """Add requests to vLLM in one call, which is cheaper than one call each, and return their names."""
@@ -405,12 +423,12 @@ class VLLMEngine(WeightSender, Engine):
 
         After a failure all requests are aborted.
         """
-        engine, device = self._llm.llm_engine, next(self._model.parameters()).device
+        device = next(self._model.parameters()).device
         try:
             with torch.autocast(device.type, enabled=False), internals.cpu_threads(self._threads):
                 yield
         except BaseException:
-            engine.abort_request(list(engine.output_processor.request_states), internal=True)
+            self._abort_all()
             raise
 
     @property

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_rl.generation.vllm.scheduler import Places, Seat, Server
 from lightning_rl.generation.vllm.server_client import ServerClient
-from lightning_rl.utils.http import LOOP
+from lightning_rl.utils.event_loop import REQUESTS
 
 
 def some_servers(number: int) -> list[Server]:
@@ -24,7 +24,7 @@ def begin(*takes: Coroutine[Any, Any, Server]) -> "list[asyncio.Task[Server]]":
         await asyncio.sleep(0)
         return tasks
 
-    return LOOP.run(run())
+    return REQUESTS.run(run())
 
 
 def ends(*tasks: "asyncio.Task[Server]") -> list[Any]:
@@ -36,7 +36,7 @@ def ends(*tasks: "asyncio.Task[Server]") -> list[Any]:
             task.cancel()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    return LOOP.run(run())
+    return REQUESTS.run(run())
 
 
 def test_a_group_waits_for_its_server_and_the_next_group_goes_to_another() -> None:
@@ -45,7 +45,7 @@ def test_a_group_waits_for_its_server_and_the_next_group_goes_to_another() -> No
     tasks = begin(*(places.take(10, group) for group in groups for _ in range(3)))
     assert [task.done() for task in tasks] == [True, True, False] * 2
     assert [task.result() for task in tasks if task.done()] == [one, one, two, two]
-    LOOP.call_soon(lambda: places.release(one, 10))
+    REQUESTS.call_soon(lambda: places.release(one, 10))
     assert ends(tasks[2], tasks[5])[0] is one
     assert [one.outstanding, two.outstanding] == [20, 20]
 
@@ -53,10 +53,10 @@ def test_a_group_waits_for_its_server_and_the_next_group_goes_to_another() -> No
 def test_the_server_with_the_fewest_outstanding_tokens_comes_first() -> None:
     first, second = some_servers(2)
     places = Places([first, second], at_once=256)
-    taken = [LOOP.run(places.take(tokens, Seat())) for tokens in (30, 10, 15, 1)]
+    taken = [REQUESTS.run(places.take(tokens, Seat())) for tokens in (30, 10, 15, 1)]
     assert taken == [first, second, second, second]
     for server, tokens in zip(taken, (30, 10, 15, 1), strict=True):
-        LOOP.call_soon(lambda server=server, tokens=tokens: places.release(server, tokens))
+        REQUESTS.call_soon(lambda server=server, tokens=tokens: places.release(server, tokens))
     assert ends(*begin(places.take(1, Seat()))) == [first] and second.outstanding == second.in_flight == 0
 
 
@@ -65,9 +65,9 @@ def test_a_group_whose_server_is_lost_moves_to_another() -> None:
     places, group = Places([one, two], at_once=1), Seat()
     tasks = begin(*(places.take(10, group) for _ in range(3)))
     one.ready = False
-    LOOP.call_soon(places.assign)
-    LOOP.call_soon(lambda: places.release(one, 10))
-    LOOP.call_soon(lambda: places.release(two, 10))
+    REQUESTS.call_soon(places.assign)
+    REQUESTS.call_soon(lambda: places.release(one, 10))
+    REQUESTS.call_soon(lambda: places.release(two, 10))
     assert ends(*tasks) == [one, two, two] and group.server is two
     assert (one.outstanding, two.outstanding, one.in_flight, two.in_flight) == (0, 10, 0, 1)
 
@@ -76,7 +76,7 @@ def test_requests_of_the_lowest_rank_come_first() -> None:
     (server,) = some_servers(1)
     places = Places([server], at_once=1)
     tasks = begin(*(places.take(1, Seat(), priority=priority) for priority in (0, 3, 2, 2)))
-    LOOP.call_soon(lambda: places.release(server, 1))
+    REQUESTS.call_soon(lambda: places.release(server, 1))
     assert [isinstance(end, Server) for end in ends(*tasks)] == [True, False, True, False]
 
 
@@ -112,5 +112,5 @@ def test_slots_are_never_exceeded_and_all_are_freed_after_losses(moves: list[tup
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    LOOP.run(play())
+    REQUESTS.run(play())
     assert [(server.in_flight, server.outstanding) for server in known] == [(0, 0)] * 3
