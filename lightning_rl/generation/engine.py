@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -302,10 +302,15 @@ class Engine(ABC):
         if executor is None and self.environment_threads:
             executor = threads = ThreadPoolExecutor(self.environment_threads, thread_name_prefix="turn")
         try:
-            Sessions(answers, executor).run(partial(self.serve, logprobs=logprobs), episodes)
+            with self.serving():
+                Sessions(answers, executor).run(partial(self.serve, logprobs=logprobs), episodes)
         finally:
             if threads is not None:
                 threads.shutdown()
+
+    def serving(self) -> AbstractContextManager[object]:
+        """Return the context of the thread that calls :meth:`converse`, which also ends requests after an error."""
+        return nullcontext()
 
     async def serve(self, sessions: Sessions, *, logprobs: bool) -> None:
         """Answer open samples in rounds; a request that arrives too late joins the next round.

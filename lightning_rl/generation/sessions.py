@@ -45,6 +45,35 @@ class Asked:
             self.session.waits(-1)
 
 
+class Job:
+    """Call of a function in the thread of the engine."""
+
+    __slots__ = ("_error", "_function", "_value", "reply")
+
+    def __init__(self, reply: "asyncio.Future[Any]", function: Callable[[], Any]) -> None:
+        self.reply, self._function = reply, function
+        self._value: Any = None
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        """Call it, unless nothing awaits the result any longer."""
+        if self.reply.cancelled():
+            return
+        try:
+            self._value = self._function()
+        except Exception as error:  # noqa: BLE001  raised where the result is awaited
+            self._error = error
+
+    def settle(self) -> None:
+        """Pass on the result or the error, in the event loop."""
+        if self.reply.done():
+            return
+        if self._error is None:
+            self.reply.set_result(self._value)
+        else:
+            self.reply.set_exception(self._error)
+
+
 class Session:
     """Right of an open sample to request tokens, several at once too."""
 
@@ -87,12 +116,15 @@ class Sessions:
 
     def __init__(self, answers: Checks | None = None, executor: Executor | None = None) -> None:
         self._answers, self._executor = answers, executor
-        self._jobs = queue.SimpleQueue[Callable[[], None] | None]()  # of the thread of the engine
+        self._jobs = queue.SimpleQueue[list[Job] | None]()  # of the thread of the engine
+        self._next = list[Job]()  # which go there together: a change of threads takes longer than most of them
         self._asked = list[Asked]()  # that the engine has not taken
         self._open, self.waiting, self._calls = 0, 0, 0
         self._answer: Callable[[Request], Coroutine[Any, Any, Completion]] | None = None
         self._failure: BaseException | None = None
         self._changed: asyncio.Event | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._interrupted = False
 
     def run(self, serve: Callable[["Sessions"], Coroutine[Any, Any, None]], episodes: Sequence[Episode]) -> None:
         """Run open samples to their end, while ``serve`` answers them; the first error ends all.
@@ -100,27 +132,37 @@ class Sessions:
         Called by the thread of the engine.
         """
         ended = REQUESTS.start(self._run(serve, episodes))
-        ended.add_done_callback(lambda _: self._jobs.put(None))
         try:
-            while (job := self._jobs.get()) is not None:
-                job()
+            while (jobs := self._jobs.get()) is not None:
+                for job in jobs:
+                    job.run()
+                REQUESTS.call_soon(partial(_settle, jobs))
         except BaseException:  # of a signal
-            ended.cancel()
-            while (job := self._jobs.get()) is not None:
-                job()
+            REQUESTS.call_soon(self._interrupt)
+            while self._jobs.get() is not None:
+                pass
             raise
         ended.result()
 
+    def _interrupt(self) -> None:
+        self._interrupted = True
+        if self._task is not None:
+            self._task.cancel()
+
     async def _run(self, serve: Callable[["Sessions"], Coroutine[Any, Any, None]], episodes: Sequence[Episode]) -> None:
-        self._changed, self._open = asyncio.Event(), len(episodes)
-        tasks = [asyncio.create_task(self._hold(episode)) for episode in episodes]
+        tasks = list[asyncio.Task[None]]()
         try:
+            if self._interrupted:
+                return
+            self._task, self._changed, self._open = asyncio.current_task(), asyncio.Event(), len(episodes)
+            tasks += [asyncio.create_task(self._hold(episode)) for episode in episodes]
             await serve(self)
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._jobs.put(None)
 
     async def _hold(self, episode: Episode) -> None:
         try:
@@ -172,20 +214,14 @@ class Sessions:
     async def here(self, function: Callable[..., Value], *arguments: Any) -> Value:
         """Return the result of a function, called in the thread of the engine, in order."""
         loop = asyncio.get_running_loop()
-        reply: asyncio.Future[Value] = loop.create_future()
+        if not self._next:
+            loop.call_soon(self._send)
+        self._next.append(job := Job(loop.create_future(), partial(function, *arguments)))
+        return await job.reply
 
-        def job() -> None:
-            if reply.cancelled():
-                return
-            try:
-                value = function(*arguments)
-            except Exception as error:  # noqa: BLE001  raised where the result is awaited
-                loop.call_soon_threadsafe(_settle, reply, partial(reply.set_exception, error))
-            else:
-                loop.call_soon_threadsafe(_settle, reply, partial(reply.set_result, value))
-
-        self._jobs.put(job)
-        return await reply
+    def _send(self) -> None:
+        jobs, self._next = self._next, []
+        self._jobs.put(jobs)
 
     async def round(self, linger: float) -> list[Asked]:
         """Return the requests of all open samples, ordered by sample; none once no sample is open.
@@ -261,6 +297,6 @@ def give_all(asked: Sequence[Asked], completions: Sequence[Completion]) -> None:
         each.give(completion)
 
 
-def _settle(reply: "asyncio.Future[Any]", settle: Callable[[], None]) -> None:
-    if not reply.done():
-        settle()
+def _settle(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        job.settle()

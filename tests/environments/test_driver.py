@@ -1,5 +1,6 @@
 """Play: what is drawn depends neither on the driver nor on order, batch, threads or which environment is slow."""
 
+import asyncio
 import random
 import threading
 import time
@@ -211,6 +212,41 @@ def test_an_environment_at_work_when_the_engine_fails_is_closed_when_it_has_done
         assert events == []
         failed.set()
     assert events == ["step", "close"]
+
+
+def test_an_interrupt_of_the_engine_ends_all_samples_and_leaves_no_environment_open() -> None:
+    environments = [Echo(4) for _ in range(6)]
+
+    def script(request: Request) -> tuple[int, ...]:
+        if request.turn == 2:
+            raise KeyboardInterrupt
+        return (3, EOS)
+
+    with pytest.raises(KeyboardInterrupt):
+        converse([opening(n, environment) for n, environment in enumerate(environments)], told(script))
+    assert [environment.closed for environment in environments] == [1] * 6
+    assert all(each.metrics["turns"] == 2 for each in converse([opening(1)], told(lambda _: (3, EOS)))), "as before"
+
+
+def test_conversations_run_below_an_event_loop_such_as_that_of_a_notebook() -> None:
+    async def cell() -> list[Trajectory]:
+        return converse([opening(n, Echo(2)) for n in range(3)], told(lambda _: (3, EOS)))
+
+    assert [each.metrics["turns"] for each in asyncio.run(cell())] == [2, 2, 2]
+
+
+def test_environments_may_run_an_event_loop() -> None:
+    class Asynchronous(Echo):
+        @override
+        def step(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
+            return asyncio.run(self.later(token_ids, finish))
+
+        async def later(self, token_ids: Sequence[int], finish: FinishReason) -> TokenStep:
+            await asyncio.sleep(0)
+            return super().step(token_ids, finish)
+
+    talks = [opening(n, Asynchronous(2)) for n in range(3)]
+    assert [each.metrics["turns"] for each in converse(talks, told(lambda _: (3, EOS)))] == [2, 2, 2]
 
 
 def test_nobody_to_talk_to_is_no_call_and_no_place_is_an_error() -> None:

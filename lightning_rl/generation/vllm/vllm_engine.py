@@ -369,31 +369,28 @@ class VLLMEngine(WeightSender, Engine):
                     asked.give(completion)
                 await sessions.settle()
         finally:
-            if running:
-                await sessions.here(self._abort_all)
-                for asked in running.values():
-                    self.in_flight.discard(asked.request)
+            for asked in running.values():
+                self.in_flight.discard(asked.request)
 
     def _advance(
         self, sessions: Sessions, running: dict[str, Asked], arrived: Sequence[Asked], *, logprobs: bool
     ) -> list[tuple[Asked, Completion]]:
         """Add the requests that have arrived, and generate until one is finished or another arrives."""
         finished = list[tuple[Asked, Completion]]()
-        with self._clean_engine():
-            running |= zip(self._add([each.request for each in arrived], logprobs=logprobs), arrived, strict=True)
-            while running and not finished:
-                for output in self._llm.llm_engine.step():
-                    if output.finished:
-                        asked = running.pop(output.request_id)
-                        self.in_flight.discard(asked.request)
-                        finished.append((asked, self._completion(asked.request, output, logprobs=logprobs)))
-                if sessions.has_arrivals:
-                    break
+        running |= zip(self._add([each.request for each in arrived], logprobs=logprobs), arrived, strict=True)
+        while running and not finished:
+            for output in self._llm.llm_engine.step():
+                if output.finished:
+                    asked = running.pop(output.request_id)
+                    self.in_flight.discard(asked.request)
+                    finished.append((asked, self._completion(asked.request, output, logprobs=logprobs)))
+            if sessions.has_arrivals:
+                break
         return finished
 
-    def _abort_all(self) -> None:
-        engine = self._llm.llm_engine
-        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+    @override
+    def serving(self) -> AbstractContextManager[object]:
+        return self._clean_engine()
 
     def _add(self, requests: Sequence[Request], *, logprobs: bool) -> list[str]:
         """Add requests to vLLM in one call, which is cheaper than one call each, and return their names."""
@@ -423,12 +420,12 @@ class VLLMEngine(WeightSender, Engine):
 
         After a failure all requests are aborted.
         """
-        device = next(self._model.parameters()).device
+        engine, device = self._llm.llm_engine, next(self._model.parameters()).device
         try:
             with torch.autocast(device.type, enabled=False), internals.cpu_threads(self._threads):
                 yield
         except BaseException:
-            self._abort_all()
+            engine.abort_request(list(engine.output_processor.request_states), internal=True)
             raise
 
     @property
