@@ -31,7 +31,7 @@ HISTORY = (
 def test_chat_completions_read_a_history() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "é"}'}}
     picture = {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}
-    said: dict[str, Any] = {"role": "assistant", "content": [{"type": "text", "text": "I look"}], "refusal": None}
+    said: dict[str, Any] = {"role": "assistant", "content": [{"type": "text", "text": each} for each in ("I ", "look")]}
     messages = [
         {"role": "developer", "content": TWO},
         {"role": "user", "content": [{"type": "text", "text": "?"}, picture]},
@@ -70,7 +70,10 @@ def test_anthropic_messages_read_a_history() -> None:
     result = {"type": "tool_result", "tool_use_id": "c1", "content": TWO, "is_error": False}
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "?"}, {"type": "image", "source": source}]},
-        {"role": "assistant", "content": [thought, {"type": "text", "text": "I look"}, use]},
+        {
+            "role": "assistant",
+            "content": [thought, {"type": "text", "text": "I "}, {"type": "text", "text": "look"}, use],
+        },
         {"role": "user", "content": [{"type": "text", "text": "and?"}, result]},
     ]
     assert ANTHROPIC.read({"model": "m", "max_tokens": 8, "system": TWO, "messages": messages}).messages == HISTORY
