@@ -113,6 +113,10 @@ class RolloutSpans:
     def __init__(self, rank: int = 0) -> None:
         self._rank, self._context, self._open = rank, copy_context(), dict[int, Span]()
 
+    def __reduce__(self) -> tuple[type["RolloutSpans"], tuple[int]]:
+        """Copy the rank alone, because spans belong to one run."""
+        return type(self), (self._rank,)
+
     def of(self, number: int) -> Span:
         """Return the span of a rollout, which starts at the first call."""
         if number not in self._open:

@@ -1,5 +1,6 @@
 """Spans of a run: their tree, names, attributes and errors, in threads, coroutines, processes and ranks."""
 
+import copy
 import json
 import os
 import subprocess
@@ -175,6 +176,13 @@ def test_single_turn_samples_have_a_chat_each_and_steps_of_a_rollout_its_span() 
         fit(tiny_module(minibatches_per_rollout=2), data=tiny_prompts(2, 2), max_steps=2)
     inner = ["sync", ("generate", [("sample", ["chat"] * 8)]), ("reward", ["reward parity_reward"]), "score", "signal"]
     assert tree() == [("fit", [("rollout", [*inner, "update", "update"])])]
+
+
+def test_a_copy_of_a_module_has_spans_of_its_own() -> None:
+    module = tiny_module()
+    with Span("fit"):
+        fit(module, max_steps=1)
+        assert copy.deepcopy(module).run.ahead.spans.of(0) is not module.run.ahead.spans.of(0)
 
 
 def test_spans_neither_change_a_run_nor_repeat_their_ids() -> None:
