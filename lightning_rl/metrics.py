@@ -18,6 +18,7 @@ from lightning_rl.corrections import Stat
 from lightning_rl.corrections.stat import StatReduction, merge_moments, reduce_moments, stack_moments
 from lightning_rl.distributed import ALONE, Collectives
 from lightning_rl.monitors import publish
+from lightning_rl.utils.tracing import Span
 
 LIGHTNINGS_DEFAULT = 50  # default of log_every_n_steps, with which one row per rollout is logged here
 warnings.filterwarnings("ignore", message=r"The number of training batches .* log_every_n_steps=50")
@@ -251,7 +252,8 @@ class PhaseTimes:
         if self._show is not None:
             self._show(name)
         start = time.perf_counter()
-        yield
+        with Span(name):
+            yield
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         seconds = time.perf_counter() - start

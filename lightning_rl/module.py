@@ -293,9 +293,10 @@ class RLLightningModule(LightningModule):
         """
         run, number = self.run, step_index.rollout
         publish, show = partial(run.sync, number), partial(show_sample, run)
-        groups = run.collector.collect(number, run.data, end=end, publish=publish, show=show)
-        run.sleep_engine()  # frees memory for the log-probability passes
-        current, stats = finish_rollout(run, groups.rollout, number)
+        with run.ahead.spans.of(number).current():
+            groups = run.collector.collect(number, run.data, end=end, publish=publish, show=show)
+            run.sleep_engine()  # frees memory for the log-probability passes
+            current, stats = finish_rollout(run, groups.rollout, number)
         run.log.begin_rollout(current.rollout, {**groups.stats, **stats, **run.data.stats()}, groups.logged)
         run.log.constant_calls = groups.constant_calls
         run.progress.begin_rollout(current, step_index.index)

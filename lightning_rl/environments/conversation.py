@@ -24,6 +24,7 @@ from lightning_rl.processes.errors import TIMEOUT, CallError
 from lightning_rl.rollout import FinishReason
 from lightning_rl.samples import PROMPT, Failure, Media, Message, Trajectory
 from lightning_rl.utils.mutation_guard import copy_plain
+from lightning_rl.utils.tracing import Span
 
 PASSED = (KeyboardInterrupt, SIGTERMException, RunEndError)
 """Errors that pass through an environment's methods without being its own."""
@@ -58,6 +59,7 @@ class Conversation:
         again: Function that creates the environment, also for a second try with the same seeds after a failure; None
             for no second try.
         seed: Seed of the environment.
+        model: Name of the policy in spans.
 
     Attributes:
         request: Next request; None before :meth:`begin` and after the end.
@@ -74,11 +76,15 @@ class Conversation:
         again: Callable[[], TokenEnvironment] | None = None,
         *,
         seed: int = 0,
+        model: str = "",
     ) -> None:
         self.request: Request | None = None
         self.trajectory: Trajectory | None = None
         self._environment, self._wanted, self._limits, self._name = environment, wanted, limits, name
-        self._make, self._seed = again, seed
+        self._make, self._seed, self._model = again, seed, model
+        attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": name}
+        attributes["gen_ai.conversation.id"] = str(wanted.request.sample_id)
+        self._span, self._turn_span = Span(f"invoke_agent {name}", attributes), Span("chat")
         self._row = {**wanted.prompt.columns, "prompt": wanted.prompt.content}
         self._retries, self._timeouts, self._seconds = 0, 0, 0.0
         self._forget()
@@ -122,6 +128,7 @@ class Conversation:
                 f"expected a conversation that waits for an answer, got one without a request in turn {self._turns}"
             )
         request, self.request = self.request, None
+        end_chat(self._turn_span, completion)
         self._made = self._made.extend(self._parent, self._read, completion, self._media)
         self._turns += 1
         self._drawn += len(completion.token_ids)
@@ -135,6 +142,7 @@ class Conversation:
 
     def abandon(self) -> None:
         """End the conversation early."""
+        self._turn_span.end("abort")
         self.request = self._make = None
         if self.trajectory is None:
             with self._failures():
@@ -143,12 +151,13 @@ class Conversation:
     @contextmanager
     def _failures(self) -> Iterator[None]:
         """Treat an error of the environment as the failure of this conversation alone."""
-        try:
-            yield
-        except PASSED:
-            raise
-        except BaseException as error:  # noqa: BLE001  any error costs only its row, sys.exit too
-            self._fail(error)
+        with self._span.current():
+            try:
+                yield
+            except PASSED:
+                raise
+            except BaseException as error:  # noqa: BLE001  any error costs only its row, sys.exit too
+                self._fail(error)
 
     @property
     def _partner(self) -> TokenEnvironment:
@@ -215,6 +224,7 @@ class Conversation:
             seed=turn_seed(first.seed, self._turns),
             sampling=replace(first.sampling, max_new_tokens=room),
         )
+        self._turn_span = chat_span(self.request, self._model)
 
     def _stop(self, finish: FinishReason) -> None:
         """End the conversation at a limit, with the environment's final reward."""
@@ -236,6 +246,7 @@ class Conversation:
         with self._clock():
             close_quietly(self._environment)
         self._environment = None
+        Span("retry").start().end(failure.kind)
         self._retries += 1
         self._forget()
         self.begin()
@@ -258,6 +269,7 @@ class Conversation:
             seconds=self._seconds,
             failure=None if failure is None else Failure((), str(failure), failure.log, failure.kind),
         )
+        self._span.end(failure and failure.kind, {"gen_ai.response.finish_reasons": [finish.name.lower()]})
 
     def _counts(self, finish: FinishReason) -> dict[str, float]:
         segments = self._made.segments
@@ -271,6 +283,21 @@ class Conversation:
             "cut_by_turns": float(finish == FinishReason.TURNS),
             "cut_by_tokens": float(finish == FinishReason.LENGTH),
         }
+
+
+def chat_span(request: Request, model: str) -> Span:
+    """Return the started span of a request to a policy of a name."""
+    names = {"gen_ai.operation.name": "chat", "gen_ai.provider.name": "lightning_rl"}
+    names |= {"gen_ai.request.model": model} if model else {}
+    numbers = {"gen_ai.usage.input_tokens": len(request.prefix_ids), "lightning_rl.turn": request.turn}
+    conversation = {"gen_ai.conversation.id": str(request.sample_id)}
+    return Span(f"chat {model}".rstrip(), {**names, **conversation, **numbers}).start()
+
+
+def end_chat(span: Span, completion: Completion) -> None:
+    """End the span of a request with its completion."""
+    used, finish = {"gen_ai.usage.output_tokens": len(completion.token_ids)}, completion.finish.name.lower()
+    span.end(finish if finish == "abort" else None, {"gen_ai.response.finish_reasons": [finish], **used})
 
 
 def close_quietly(environment: Environment | TokenEnvironment | None) -> None:

@@ -153,11 +153,12 @@ class Environments:
             self._parsers[key] = parser_for(self.tokenizer, self.tool_parser, options)
         return self._parsers[key]
 
-    def open(self, wanted: Trajectory) -> Conversation:
-        """Return the conversation of a sample without segments."""
+    def open(self, wanted: Trajectory, model: str = "") -> Conversation:
+        """Return the conversation of a sample without segments; ``model`` is the name of the policy in spans."""
         name, seed = self.name_for(wanted.prompt), environment_seed(self.seed, wanted.prompt.index)
         make = self._maker(name)
-        return Conversation(None, wanted, self.limits, name, lambda: self.in_tokens(make(), wanted.prompt), seed=seed)
+        again = lambda: self.in_tokens(make(), wanted.prompt)  # noqa: E731
+        return Conversation(None, wanted, self.limits, name, again, seed=seed, model=model)
 
     def _maker(self, name: str) -> Factory:
         """Return the function that creates the environment of a conversation, for each try."""

@@ -26,6 +26,7 @@ from lightning_rl.samples import Message
 from lightning_rl.utils.arguments import check_counts
 from lightning_rl.utils.event_loop import EventLoop
 from lightning_rl.utils.naming import name_of
+from lightning_rl.utils.tracing import Span
 
 Tool = Callable[..., Any]
 Content = str | list[dict[str, Any]]  # of a message: a text, or parts with pictures
@@ -124,14 +125,14 @@ class ToolEnvironment(Environment):
         """Run the calls of the answer in order; none if it was truncated."""
         if answer.truncated or not (answer.tool_calls or answer.errors):
             return StepResult(done=True, reward=self.reward())
-        results = list(map(_content_of, self._run(answer.tool_calls)))
+        results = self._run(answer.tool_calls)
         replies = [self._reply(call, result) for call, result in zip(answer.tool_calls, results, strict=True)]
         unread = [{"role": "tool", "name": "error", "content": self._cut(_error(error))} for error in answer.errors]
         errors = sum(isinstance(result, BaseException) for result in results)
         return StepResult(messages=[*replies, *unread], metrics={"tool_errors": float(errors)})
 
     def _run(self, calls: Sequence[ToolCall]) -> list[Any]:
-        """Return the result of each call, or its exception; consecutive coroutines are awaited together."""
+        """Return the content of each call, or its exception; consecutive coroutines are awaited together."""
         results, waiting = list[Any](), list[Any]()
         for call in calls:
             if not inspect.iscoroutinefunction(
@@ -145,10 +146,19 @@ class ToolEnvironment(Environment):
                 results, waiting = [*results, *gather(waiting), result], []
         return [*results, *gather(waiting)]
 
-    def _call(self, call: ToolCall) -> Any:
+    def _call(self, call: ToolCall) -> "Content | BaseException | Awaitable[Content]":
+        known = {"gen_ai.tool.name": call.name} if call.name in self._by_name else {}  # others are texts of the policy
+        name = " ".join(["execute_tool", *known.values()])
+        span = Span(name, {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.type": "function", **known})
         try:
-            return self._tool(call)(**call.arguments)
+            with span.current():
+                result = self._tool(call)(**call.arguments)
+            if inspect.isawaitable(result):
+                return _content_within(span, result)
+            with span:
+                return _content(result)
         except (Exception, SystemExit) as error:  # noqa: BLE001  any error is returned to the policy
+            span.end(error)
             return error
 
     def _tool(self, call: ToolCall) -> Tool:
@@ -318,14 +328,10 @@ def _columns_for(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -
     return {name: value for name, value in columns.items() if name in parameters}
 
 
-def _content_of(result: Any) -> Content | BaseException:
-    """Return the result of a call as content of a message, or the exception of the call or the conversion."""
-    if isinstance(result, BaseException):
-        return result
-    try:
-        return _content(result)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  as above
-        return error
+async def _content_within(span: Span, result: Awaitable[Any]) -> Content:
+    """Await the result of a call, and return it as content of a message; the span ends then."""
+    with span:
+        return _content(await result)
 
 
 def _content(value: Any) -> Content:

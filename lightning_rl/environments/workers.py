@@ -36,6 +36,7 @@ from lightning_rl.processes.errors import DEATH, INTERRUPT, TIMEOUT, CallError
 from lightning_rl.processes.pool import STARTUP_SECONDS, Pool, Worker, dump
 from lightning_rl.processes.worker import adopt_orphans, children, reap
 from lightning_rl.rollout import FinishReason
+from lightning_rl.utils.tracing import carrier
 
 CLOSE_SECONDS = 5.0  # for an environment to close after a failure
 
@@ -281,4 +282,4 @@ def _interrupt_of(error: CallError) -> FailedEnvironmentsError | None:
 
 
 def _task(call: str, *arguments: Any) -> bytes:
-    return cloudpickle.dumps(((call, *arguments), {}))
+    return cloudpickle.dumps(((call, *arguments), {}, carrier()))

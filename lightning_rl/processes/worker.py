@@ -92,7 +92,11 @@ def work(function: Callable[..., Any], tasks: int, life: int) -> NoReturn:
 def answer(function: Callable[..., Any], task: bytes) -> bytes:
     """Return the pickled reply to a task of pickled arguments and keywords: the result or the error."""
     try:
-        arguments, keywords = cloudpickle.loads(task)
+        arguments, keywords, *headers = cloudpickle.loads(task)
+        if any(headers):  # of a span in the trainer, as by utils.tracing.carrier
+            from opentelemetry import context, propagate
+
+            context.attach(propagate.extract(*headers))
         return cloudpickle.dumps(("returned", function(*arguments, **keywords)))
     except BaseException as error:  # noqa: BLE001  the boundary to foreign code, which may call exit() as well
         text, representation = describe(error)

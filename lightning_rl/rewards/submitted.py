@@ -20,6 +20,7 @@ from lightning_rl.rewards.values import InvalidRewardError, values_of
 from lightning_rl.samples import Failure, RewardCall, Rows
 from lightning_rl.utils.event_loop import EventLoop
 from lightning_rl.utils.torch_state import preserve_torch_state
+from lightning_rl.utils.tracing import Span
 
 LOOP = EventLoop("rewards")
 
@@ -39,6 +40,7 @@ class Submitted:
         metrics: Numbers logged with ``log_metric``, by name, in order.
         seconds: Duration of the call.
         tasks: Results that are awaited, each with its rows.
+        span: Span of the call.
     """
 
     name: str
@@ -51,10 +53,13 @@ class Submitted:
     metrics: dict[str, list[float]] = field(default_factory=dict)
     seconds: float = 0.0
     tasks: "list[tuple[tuple[int, ...], Future[Any]]]" = field(default_factory=list)
+    span: Span = field(init=False)
 
     def __post_init__(self) -> None:
         """Begin without values."""
         self.values = [math.nan] * len(self.rows)
+        attributes = {"gen_ai.evaluation.name": self.name, "lightning_rl.rows": len(self.rows)}
+        self.span = Span(f"reward {self.name}", attributes)
 
     @classmethod
     def of(cls, name: str, function: Reward, rows: Rows) -> Self:
@@ -105,9 +110,12 @@ class Submitted:
             returned = self.begin(self.rows.copy(), state)
             return returned if inspect.isawaitable(returned) else values_of(returned, len(self.rows))
 
-        returned = self.store(self.all_rows, lambda: CLOCK.run(result, seconds))
-        if inspect.isawaitable(returned):
-            self.tasks = [(self.all_rows, start(returned))]
+        with self.span.current():
+            returned = self.store(self.all_rows, lambda: CLOCK.run(result, seconds))
+            self.span.stop()
+            if inspect.isawaitable(returned):
+                self.tasks = [(self.all_rows, start(returned))]
+                self.tasks[0][1].add_done_callback(self.span.stop)
 
     def collect(self, lost: "Sequence[Future[Any]]", late: str, kind: str, log: str = "") -> None:
         """Store the results of the tasks.
@@ -164,6 +172,7 @@ class Submitted:
         for failure in failures:
             first = merged.setdefault(failure.cause, replace(failure, rows=()))
             merged[failure.cause] = replace(first, rows=(*first.rows, *failure.rows))
+        self.span.end(next((failure.kind for failure in failures), ""))
         return RewardCall(
             self.name,
             self.rows.completion_ids,

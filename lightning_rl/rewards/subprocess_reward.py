@@ -23,6 +23,7 @@ from lightning_rl.rewards.submitted import Submitted
 from lightning_rl.samples import Rows
 from lightning_rl.utils.arguments import check_counts, check_numbers
 from lightning_rl.utils.naming import name_of
+from lightning_rl.utils.tracing import carrier
 
 STARTING = threading.Lock()  # concurrent rollouts may start their rewards at the same time
 
@@ -101,7 +102,10 @@ class SubprocessReward:
         state = None if self.starts_early else state
         with STARTING:
             pool = self._start()
-        call.tasks = [(part, pool.submit(_task(call, part, state), self.seconds)) for part in parts]
+        with call.span.current():
+            call.tasks = [(part, pool.submit(_task(call, part, state), self.seconds)) for part in parts]
+        for _, future in call.tasks:
+            future.add_done_callback(call.span.stop)
         return call
 
     def collect(self, call: Submitted) -> None:
@@ -169,7 +173,7 @@ def _task(call: Submitted, part: Sequence[int], state: TrainerState | None) -> b
         )
     arguments, keywords = style.arguments(rows, given)
     try:
-        return cloudpickle.dumps(((arguments, keywords, sorted(style.extras), len(rows)), {}))
+        return cloudpickle.dumps(((arguments, keywords, sorted(style.extras), len(rows)), {}, carrier()))
     except Exception:
         for name, values in rows.columns.items():
             dump(values, f"a column {name}", "pass plain values to a SubprocessReward")

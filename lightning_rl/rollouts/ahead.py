@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from lightning_rl.rewards.submitted import Submitted
 from lightning_rl.rollout import Rollout
 from lightning_rl.samples import Trajectory
 from lightning_rl.samples.trajectory_state import state_of_trajectories, trajectories_of_state
+from lightning_rl.utils.tracing import RolloutSpans
 from lightning_rl.version import __version__
 
 PATIENCE = 3600.0  # timeout in seconds for one rollout
@@ -69,6 +71,9 @@ class Ahead:
     Args:
         engine: Engine of the run; None to generate nothing ahead.
         max_staleness: Maximum number of rollouts generated ahead.
+
+    Attributes:
+        spans: Spans of the rollouts that are submitted or in progress.
     """
 
     def __init__(self, engine: Engine | None = None, max_staleness: int = 0) -> None:
@@ -76,6 +81,7 @@ class Ahead:
         self._threads: ThreadPoolExecutor | None = None
         self._stream: torch.cuda.Stream | None = None  # shared, because each stream reserves its own memory
         self._pending: dict[int, Pending] = {}
+        self.spans = RolloutSpans()
 
     @property
     def concurrent(self) -> bool:
@@ -118,7 +124,9 @@ class Ahead:
         if self._threads is None:
             at_once = 1 + self.max_staleness if self.concurrent else 1
             self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="ahead")
-        self._pending[number] = Pending(prompts=prompts, samples=self._threads.submit(sampling(prompts, number)))
+        with self.spans.of(number).current():
+            run = copy_context().run
+        self._pending[number] = Pending(prompts=prompts, samples=self._threads.submit(run, sampling(prompts, number)))
 
     def context(self, forward: Context, device: torch.device) -> Context:
         """Return a context for a thread that generates from here on, with the precision of ``forward``."""
@@ -211,6 +219,7 @@ class Ahead:
         """Drop every rollout, after waiting for those being generated, because a thread cannot be stopped."""
         self._end(wait=True)
         self._pending = {}
+        self.spans.end()
 
     def _end(self, *, wait: bool) -> None:
         if self._threads is not None:

@@ -18,6 +18,7 @@ from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.data import Prompt, PromptDataModule
 from lightning_rl.distributed import ALONE, Collectives, failing_together
 from lightning_rl.environments import converse
+from lightning_rl.environments.conversation import chat_span, end_chat
 from lightning_rl.environments.outcome import metrics_of, reward_columns
 from lightning_rl.environments.run_environments import Environments
 from lightning_rl.generation import Completion, Engine, EngineError, Request, SamplingParams
@@ -32,6 +33,7 @@ from lightning_rl.rollouts.failures import FailureReport, check_failures
 from lightning_rl.samples import PROMPT, Trajectory
 from lightning_rl.samples.seeds import GREEDY, request_seed, sample_id
 from lightning_rl.utils.decoding import decode_completions
+from lightning_rl.utils.tracing import Span
 
 
 class RepeatedPromptError(ValueError):
@@ -82,6 +84,7 @@ class Collector:
         ahead: Rollouts that are generated ahead.
         skipped: Numbers of rollouts to skip.
         phase: Context manager that shows a phase and measures its time.
+        model: Name of the policy in spans.
     """
 
     engine: Engine
@@ -106,6 +109,7 @@ class Collector:
     ahead: Ahead = field(default_factory=Ahead)
     skipped: Collection[int] = ()
     phase: Callable[[str], AbstractContextManager[object]] = nullcontext
+    model: str = ""
 
     @property
     def max_rounds(self) -> int:
@@ -284,14 +288,14 @@ class Collector:
         tokenizer = self.tokenizer
         text = None if tokenizer is None else lambda token_ids: str(tokenizer.decode(list(token_ids)))
         answers = Answers(self.engine, logprobs=logprobs, vocabulary=self.vocabulary, text=text)
-        with self.forward_context():  # also without samples, because ranks may share an engine
+        with Span("sample"), self.forward_context():  # also without samples, because ranks may share an engine
             if self.environments is None:
                 requests = [each.request for each in opened]
-                completions = complete(self.engine, requests, answers)
+                completions = complete(self.engine, requests, answers, self.model)
                 pairs = list(zip(requests, completions, strict=True))
                 made = [each.extend(PROMPT, (), answer) for each, answer in zip(opened, completions, strict=True)]
             else:
-                conversations = [self.environments.open(each) for each in opened]
+                conversations = [self.environments.open(each, self.model) for each in opened]
                 drive = partial(converse, conversations, self.engine, logprobs=logprobs, answers=answers)
                 if (workers := self.environments.workers) is None:
                     made = drive()
@@ -342,11 +346,14 @@ class Collector:
         return decode_completions(self.tokenizer, rows, self.sampling.eos_token_ids or ())
 
 
-def complete(engine: Engine, requests: Sequence[Request], answers: Answers) -> list[Completion]:
-    """Return a validated completion for each request."""
+def complete(engine: Engine, requests: Sequence[Request], answers: Answers, model: str = "") -> list[Completion]:
+    """Return a validated completion for each request; ``model`` is the name of the policy in spans."""
     answers.ask(requests)
+    spans = [chat_span(request, model) for request in requests]
     completions = engine.generate(list(requests), logprobs=answers.logprobs)
     checked = [answers.check(*pair) for pair in zip(requests, completions, strict=True)]
+    for span, completion in zip(spans, checked, strict=True):
+        end_chat(span, completion)
     answers.close()
     return checked
 

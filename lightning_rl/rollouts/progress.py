@@ -216,7 +216,8 @@ class Progress:
         return index - (self.origin or 0)
 
     def note_error(self, error: BaseException) -> None:
-        """Restore the corrections, and record the rollout in which an error was raised."""
+        """Restore the corrections, and record the rollout in which an error was raised; its span ends."""
+        self.ahead.spans.end(error=error)
         if self.states is not None:
             self.corrections.restore(self.states)
         in_rollout = self.saved_rollout is not None or not self.made_step

@@ -45,6 +45,7 @@ from lightning_rl.setup_checks import warn_of_broken_properties
 from lightning_rl.utils.renamed import Moved
 from lightning_rl.utils.seeding import seed_everything
 from lightning_rl.utils.template_date import TODAY, writes_date
+from lightning_rl.utils.tracing import RolloutSpans
 from lightning_rl.utils.trainer import callbacks_of, log_folder
 
 PartT = TypeVar("PartT")
@@ -271,6 +272,7 @@ class Run:
             ahead=self.ahead,
             skipped=self.fault_tolerance.skip_rollouts,
             phase=self.log.times.phase,
+            model=self.policy.model.config.name_or_path or "",
         )
 
     def generate(
@@ -345,6 +347,7 @@ class Run:
             self.changes = ()
             data.start_rollout()
         self.ahead.close()
+        self.ahead.spans = RolloutSpans(self.parallel.rank)
         self.log = StepLog(metrics=MetricLog(device, collectives), times=PhaseTimes(device))
         self.progress = Progress(
             name=(loaded and loaded["run"]) or new_run(),

@@ -45,6 +45,7 @@ class StepMetrics(CoreCallback):
         ends = batch.step == steps - 1
         if ends:
             run.progress.current = None
+            run.ahead.spans.end(batch.rollout)
         axis = run.progress.axis(batch.index)
         logs = ends_row(trainer.log_every_n_steps, steps, batch.index, axis)  # pyrefly: ignore[missing-attribute]
         row = log_row(trainer, log.metrics, axis, logs=logs)

@@ -86,7 +86,7 @@ def take_step(run: Run, step_index: StepIndex, optimizer: LightningOptimizer, ba
     tokens = int(parallel.collectives.sum(torch.tensor(current.plan.tokens(step_index.step), device=run.device)))
     if not tokens:
         return StepGradient(trace=run.log.begin_trace(step_index, run.corrections, parallel))
-    with run.log.times.phase("update"):
+    with run.ahead.spans.of(step_index.rollout).current(), run.log.times.phase("update"):
         step = gradient(run, step_index, backward)
         step.lr, step.tokens = float(optimizer.param_groups[0]["lr"]), tokens
         with (
