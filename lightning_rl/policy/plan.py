@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lightning_rl.policy.packing import Layout, Sequences, first_with_prompt, pack, sequences_of
+from lightning_rl.policy.packing import Layout, pack
+from lightning_rl.policy.sequences import Sequences, first_with_prompt, sequences_of
 from lightning_rl.rollout import Rollout
 from lightning_rl.utils.device import to_device
 
@@ -139,8 +140,11 @@ def _microbatch_rows(rollout: Rollout, rows: Int[Tensor, " b"], budget: int, *, 
     if not len(rows):
         return []
     selected, microbatches = rollout.select(rows), list[list[int]]()
-    lengths, sequences = selected.prompt_lengths + selected.response_lengths, sequences_of(selected)
+    sequences = sequences_of(selected)
+    lengths = torch.zeros_like(rows).index_add(0, sequences.row, sequences.lengths)
     if packed:
+        again = sequences.with_prompt.index_fill(0, sequences.heads, value=False)  # reads the prompt of another branch
+        lengths.index_add_(0, sequences.row[again], -selected.prompt_lengths[sequences.row[again]])
         microbatches = _pack_groups(sequences, lengths, budget)
     else:
         longest = lengths.scatter_reduce(0, sequences.row, sequences.lengths, "amax", include_self=False).tolist()
@@ -157,7 +161,7 @@ def _microbatch_rows(rollout: Rollout, rows: Int[Tensor, " b"], budget: int, *, 
 
 def _pack_groups(sequences: Sequences, lengths: Int[Tensor, " b"], budget: int) -> list[list[int]]:
     """Keep rows together that share their prompt, split those above the budget, and fill microbatches."""
-    rows, inputs = sequences.rows, sequences.inputs[sequences.begin == 0]
+    rows, inputs = sequences.rows, sequences.inputs[sequences.heads]
     columns = first_with_prompt(rows), lengths, torch.minimum(rows.prompt_lengths, inputs)
     first, tokens, prompts = (tensor.tolist() for tensor in columns)
     order = lengths.argsort(descending=True, stable=True)

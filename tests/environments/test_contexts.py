@@ -19,13 +19,19 @@ from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, Rollou
 from lightning_rl.advantages import GAEOverTurns
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import NoEOSMask, OverlongPenalty, RouterReplay, TruncatedIS
-from lightning_rl.rollout import context_starts, segments_of, turn_numbers
+from lightning_rl.rollout import Tree, segments_of, tree_of, turn_numbers
 from lightning_rl.rollouts import collector
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*pre-optimization state.*:UserWarning", "ignore:The dirpath has changed:UserWarning"
 )
 EXPLAINED = {"env/tokens", "env/rewritten", "env/logprob"}  # figures that a rewritten context has others of
+
+
+def context_starts(rollout: Rollout) -> Tensor:
+    """Mask of the first token of each new context."""
+    numbers = turn_numbers(rollout)
+    return (numbers < 0) & (numbers != torch.nn.functional.pad(numbers, (1, 0))[:, :-1])
 
 
 def data(number: int = 8, per_rollout: int = 4) -> PromptDataModule:
@@ -162,8 +168,9 @@ def mark_too_late(*rows: Any, **options: Any) -> Rollout:
     return rollout.replace(segments=segments_of(later, rollout.response_lengths))
 
 
-def read_on(rollout: Rollout) -> Tensor:
-    return torch.zeros_like(rollout.action_mask)
+def read_on(rollout: Rollout) -> Tree:
+    tree = tree_of(rollout)
+    return tree._replace(parents=torch.where(tree.is_prompt, -1, torch.arange(len(tree.row)) - 1))
 
 
 @pytest.mark.nightly
@@ -172,7 +179,7 @@ def read_on(rollout: Rollout) -> Tensor:
     [
         ("lightning_rl.rollouts.collector.lay_out", lose_marks, "trained_tokens"),
         ("lightning_rl.rollouts.collector.lay_out", mark_too_late, "trained_tokens"),
-        ("lightning_rl.policy.packing.context_starts", read_on, "logprob_alignment"),
+        ("lightning_rl.policy.sequences.tree_of", read_on, "logprob_alignment"),
     ],
     ids=["marks that are lost", "marks one too late", "contexts that read on"],
 )

@@ -1,0 +1,128 @@
+"""Sequences: the branches of rows, in each of which the model reads the tokens from a root to a leaf."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Int, Shaped
+from torch import Tensor
+
+from lightning_rl.fields import first_with_items, spans
+from lightning_rl.rollout import Rollout, join_tokens, tree_of
+
+
+def first_with_prompt(rows: Rollout) -> Int[Tensor, " b"]:
+    """Return for each row the first one of its group, if that has the same prompt and extras; otherwise itself."""
+    first = (rows.groups[:, None] == rows.groups).to(torch.uint8).argmax(1)
+    outside = torch.arange(rows.prompt_ids.shape[1], device=first.device) >= rows.prompt_lengths[:, None]
+    alike = rows.prompt_lengths == rows.prompt_lengths[first]
+    for value in rows.prompt_items.values():
+        with_items = first_with_items(value.begins, value.counts).to(first.device)
+        alike &= with_items == with_items[first]
+    for tensor in (rows.prompt_ids, *rows.prompt_extras.values()):
+        same = tensor == tensor.index_select(0, first)
+        alike &= (same.flatten(2).all(-1) if same.dim() > 2 else same).logical_or_(outside).all(-1)
+    return torch.where(alike, first, torch.arange(len(rows), device=first.device))
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Sequences that the model reads: one for each branch of a row.
+
+    Row 0 with a new context at its token 9 of 14, and row 1 of 6 tokens: row [0, 0, 1], lengths [9, 5, 6]. Three
+    samples of a prompt of 5 tokens: lender [0, 0, 0], common [0, 5, 5].
+
+    A node is the prompt of a row or one of its segments; the nodes of a row follow each other, the prompt first.
+
+    Attributes:
+        rows: Rows of the sequences.
+        row: Row of each sequence.
+        lengths: Number of its tokens.
+        with_prompt: True if it begins with the prompt of its row.
+        nodes: Nodes of the sequences, from root to leaf, one sequence after the other.
+        places: Index of each token of the sequences among the tokens of prompts and responses, joined; None if
+            sequences are slices of rows, in order.
+    """
+
+    rows: Rollout
+    row: Int[Tensor, " s"]
+    lengths: Int[Tensor, " s"]
+    with_prompt: Bool[Tensor, " s"]
+    nodes: Int[Tensor, " n"]
+    places: Int[Tensor, " G"] | None = None
+
+    def gather(self, values: Shaped[Tensor, "F ..."]) -> Shaped[Tensor, "G ..."]:
+        """Return the value of each token of the sequences, given those of the tokens of rows."""
+        return values if self.places is None else values.index_select(0, self.places)
+
+    def first(self, tokens: Int[Tensor, " A"]) -> Int[Tensor, " A"]:
+        """Return the first index among the tokens of the sequences, given indices of tokens of rows."""
+        if self.places is None:
+            return tokens
+        size = int((self.rows.prompt_lengths + self.rows.response_lengths).sum())
+        index = torch.arange(len(self.places), device=tokens.device)
+        return index.new_full((size,), len(index)).scatter_reduce(0, self.places, index, "amin").index_select(0, tokens)
+
+    @cached_property
+    def inputs(self) -> Int[Tensor, " s"]:
+        """Number of tokens that the model reads: all but the last, which predicts nothing, and at least one."""
+        return (self.lengths - 1).clamp(min=1)
+
+    @cached_property
+    def heads(self) -> Int[Tensor, " b"]:
+        """First sequence of each row that begins with its prompt."""
+        found = self.with_prompt.nonzero()[:, 0]
+        return found.new_full((len(self.rows),), len(self.row)).scatter_reduce(0, self.row[found], found, "amin")
+
+    @cached_property
+    def lender(self) -> Int[Tensor, " s"]:
+        """Sequence that has the beginning of each one in the packed inputs, often itself."""
+        lenders = self.heads[first_with_prompt(self.rows)][self.row]
+        return torch.where(self.with_prompt, lenders, torch.arange(len(self.row), device=self.row.device))
+
+    @cached_property
+    def common(self) -> Int[Tensor, " s"]:
+        """Number of tokens, of the prompt, that each sequence shares with its lender; 0 for a lender."""
+        tokens = torch.minimum(torch.minimum(self.inputs, self.inputs[self.lender]), self.rows.prompt_lengths[self.row])
+        return torch.where(self.lender == torch.arange(len(tokens), device=tokens.device), 0, tokens)
+
+
+def sequences_of(rows: Rollout) -> Sequences:
+    """Return the sequences of rows, in order: those of a row in the order of their leaves."""
+    lengths = rows.prompt_lengths + rows.response_lengths
+    every = torch.arange(len(rows), device=lengths.device)
+    if rows.segments is None:
+        nodes = torch.arange(2 * len(rows), device=lengths.device)
+        return Sequences(rows, every, lengths, torch.ones_like(every, dtype=torch.bool), nodes)
+    tree = tree_of(rows)
+    is_leaf = torch.ones_like(tree.parents, dtype=torch.bool).index_fill(
+        0, tree.parents[tree.parents >= 0], value=False
+    )
+    levels = [is_leaf.nonzero()[:, 0]]
+    while bool(((above := torch.where(levels[-1] < 0, -1, tree.parents[levels[-1]])) >= 0).any()):
+        levels.append(above)
+    paths = torch.stack(levels[::-1], 1)
+    inside = paths >= 0
+    lengths = torch.where(inside, tree.lengths[paths], 0).sum(1)
+    kept = lengths > 0
+    paths, inside, leaves, lengths = paths[kept], inside[kept], levels[0][kept], lengths[kept]
+    nodes = paths.masked_select(inside)
+    roots = paths.gather(1, inside.long().argmax(1)[:, None])[:, 0]
+    in_order = len(nodes) == len(tree.parents) and bool((nodes[1:] > nodes[:-1]).all())
+    places = None if in_order else spans(tree.starts[nodes], tree.lengths[nodes])
+    return Sequences(rows, tree.row[leaves], lengths, tree.is_prompt[roots], nodes, places)
+
+
+def join_sequences(
+    rows: Rollout, prompt: Shaped[Tensor, "b P ..."], response: Shaped[Tensor, "b T ..."]
+) -> tuple[Shaped[Tensor, "s S ..."], Bool[Tensor, "s S"]]:
+    """Return a field of prompts and responses side by side, right-padded with 0, as the model reads them, and a mask.
+
+    The last token of a sequence is no input. The mask is True outside of padding, at least once per sequence.
+    """
+    sequences, tokens = sequences_of(rows), join_tokens(rows, prompt, response)
+    ends, inputs = sequences.lengths.cumsum(0), sequences.inputs
+    inside = torch.arange(int(inputs.max()), device=inputs.device) < inputs[:, None]
+    padded = tokens.new_zeros(*inside.shape, *tokens.shape[1:])
+    padded[inside] = sequences.gather(tokens).index_select(0, spans(ends - sequences.lengths, inputs))
+    return padded, inside
