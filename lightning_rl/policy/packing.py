@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -88,13 +88,18 @@ GATHERED = tuple(spec.name for spec in fields(Layout) if spec.metadata)
 """Entries of ``token_extras`` that the forward reads."""
 
 
-def pack(rows: Rollout, *, packed: bool = True) -> Layout:
+def pack(rows: Rollout, *, packed: bool = True, chosen: Bool[Tensor, " s"] | None = None) -> Layout:
     """Join prompt and response of every row and locate the prediction of every valid token.
+
+    Args:
+        rows: Rows.
+        packed: False for padding on the right.
+        chosen: Sequences of the rows that predict the valid tokens, and are laid out; None for all.
 
     Raises:
         ValueError: If a valid token is in the padding, or begins a context.
     """
-    sequences, (row, column) = sequences_of(rows), rows.valid_tokens.nonzero(as_tuple=True)
+    sequences, (row, column) = sequences_of(rows, chosen), rows.valid_tokens.nonzero(as_tuple=True)
     if (outside := column >= rows.response_lengths.index_select(0, row)).any():
         first = int(outside.nonzero()[0, 0])
         raise ValueError(
@@ -102,7 +107,7 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
             f"whose response has {rows.response_lengths[row[first]]} tokens: derive it from action_mask"
         )
     tokens = sequences.gather(join_tokens(rows, rows.prompt_ids, rows.response_ids))
-    drawn, ends = sequences.first(_places(rows, row, column)), sequences.lengths.cumsum(0)
+    drawn, ends = sequences.find(row, column), sequences.lengths.cumsum(0)
     if torch.isin(drawn, ends - sequences.lengths).any():
         raise ValueError("expected a context to begin with tokens that were read, got a sampled token")
     is_input = torch.ones_like(tokens, dtype=torch.bool)
@@ -157,12 +162,6 @@ def _inverse(permutation: Int[Tensor, " N"]) -> Int[Tensor, " N"]:
     """Return the place of each index in a permutation."""
     places = torch.arange(len(permutation), device=permutation.device)
     return torch.empty_like(permutation).scatter_(0, permutation, places)
-
-
-def _places(rows: Rollout, row: Int[Tensor, " A"], column: Int[Tensor, " A"]) -> Int[Tensor, " A"]:
-    """Return the positions of some response tokens in the vector of all tokens."""
-    first = (rows.prompt_lengths + rows.response_lengths).cumsum(0) - rows.response_lengths  # start of each response
-    return first.index_select(0, row) + column
 
 
 _FORWARD: ContextVar[str | None] = ContextVar("forward", default=None)  # "packed" or "padded" inside our forward

@@ -63,22 +63,43 @@ class Sequences:
         index = torch.arange(len(self.places), device=tokens.device)
         return index.new_full((size,), len(index)).scatter_reduce(0, self.places, index, "amin").index_select(0, tokens)
 
+    def find(self, row: Int[Tensor, " A"], column: Int[Tensor, " A"]) -> Int[Tensor, " A"]:
+        """Return the index among the tokens of the sequences at which each token of a response is predicted."""
+        ends = (self.rows.prompt_lengths + self.rows.response_lengths).cumsum(0)
+        return self.first((ends - self.rows.response_lengths).index_select(0, row) + column)
+
+    @cached_property
+    def line(self) -> Int[Tensor, " G"]:
+        """Sequence of each token."""
+        return torch.arange(len(self.row), device=self.row.device).repeat_interleave(self.lengths)
+
+    @cached_property
+    def numbers(self) -> Int[Tensor, " s"]:
+        """Number of each sequence within its row, from 0."""
+        counts = self.row.bincount(minlength=len(self.rows))
+        return torch.arange(len(self.row), device=self.row.device) - (counts.cumsum(0) - counts)[self.row]
+
     @cached_property
     def inputs(self) -> Int[Tensor, " s"]:
         """Number of tokens that the model reads: all but the last, which predicts nothing, and at least one."""
         return (self.lengths - 1).clamp(min=1)
 
     @cached_property
-    def heads(self) -> Int[Tensor, " b"]:
-        """First sequence of each row that begins with its prompt."""
+    def head(self) -> Int[Tensor, " s"]:
+        """First sequence that begins with the prompt of its row, for each sequence with a prompt; otherwise itself."""
+        return self._first_of(self.row)
+
+    def _first_of(self, kind: Int[Tensor, " s"]) -> Int[Tensor, " s"]:
+        """Return the first sequence with a prompt of the same kind for each one with a prompt; otherwise itself."""
+        every = torch.arange(len(kind), device=kind.device)
         found = self.with_prompt.nonzero()[:, 0]
-        return found.new_full((len(self.rows),), len(self.row)).scatter_reduce(0, self.row[found], found, "amin")
+        first = every.new_zeros(len(self.rows)).scatter_reduce(0, kind[found], found, "amin", include_self=False)
+        return torch.where(self.with_prompt, first[kind], every)
 
     @cached_property
     def lender(self) -> Int[Tensor, " s"]:
         """Sequence that has the beginning of each one in the packed inputs, often itself."""
-        lenders = self.heads[first_with_prompt(self.rows)][self.row]
-        return torch.where(self.with_prompt, lenders, torch.arange(len(self.row), device=self.row.device))
+        return self._first_of(first_with_prompt(self.rows)[self.row])
 
     @cached_property
     def common(self) -> Int[Tensor, " s"]:
@@ -87,11 +108,16 @@ class Sequences:
         return torch.where(self.lender == torch.arange(len(tokens), device=tokens.device), 0, tokens)
 
 
-def sequences_of(rows: Rollout) -> Sequences:
-    """Return the sequences of rows, in order: those of a row in the order of their leaves."""
+def sequences_of(rows: Rollout, chosen: Bool[Tensor, " s"] | None = None) -> Sequences:
+    """Return the sequences of rows, in order: those of a row in the order of their leaves.
+
+    Args:
+        rows: Rows.
+        chosen: True for those to return; None for all.
+    """
     lengths = rows.prompt_lengths + rows.response_lengths
     every = torch.arange(len(rows), device=lengths.device)
-    if rows.segments is None:
+    if rows.segments is None:  # a row is a sequence
         nodes = torch.arange(2 * len(rows), device=lengths.device)
         return Sequences(rows, every, lengths, torch.ones_like(every, dtype=torch.bool), nodes)
     tree = tree_of(rows)
@@ -105,6 +131,8 @@ def sequences_of(rows: Rollout) -> Sequences:
     inside = paths >= 0
     lengths = torch.where(inside, tree.lengths[paths], 0).sum(1)
     kept = lengths > 0
+    if chosen is not None:
+        kept[kept.nonzero()[:, 0]] = chosen
     paths, inside, leaves, lengths = paths[kept], inside[kept], levels[0][kept], lengths[kept]
     nodes = paths.masked_select(inside)
     roots = paths.gather(1, inside.long().argmax(1)[:, None])[:, 0]

@@ -18,7 +18,9 @@ from typing_extensions import override
 from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, Rollout
 from lightning_rl.advantages import GAEOverTurns
 from lightning_rl.audit import SignalAudit
-from lightning_rl.callbacks import NoEOSMask, OverlongPenalty, RouterReplay, TruncatedIS
+from lightning_rl.callbacks import EntropyBonus, NoEOSMask, OverlongPenalty, RouterReplay, TruncatedIS
+from lightning_rl.recording import Recording, RolloutRecorder, replay
+from lightning_rl.recording.differences import replay_differences
 from lightning_rl.rollout import Tree, segments_of, tree_of, turn_numbers
 from lightning_rl.rollouts import collector
 
@@ -142,6 +144,29 @@ def test_the_audit_has_nothing_to_say(environment: type[Echo], options: dict[str
     seen, *_ = run_of(environment, audit, NoEOSMask(), policy=tiny_policy, logger=logger, **options)
     assert audit.findings == [] and all(context_starts(rollout).any() for rollout in seen)
     assert "logged_metrics" not in audit.skipped
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_contexts_of_a_sample_in_different_microbatches_train_as_in_one(packing: bool, tmp_path: Path) -> None:
+    made = []
+    for budget in (4096, 8):
+        folder, audit = tmp_path / str(budget), SignalAudit(every_n_rollouts=1, mode="raise")
+        options: dict[str, Any] = {"critic": "shared", "advantages": GAEOverTurns(lam=0.9), "packing": packing}
+        callbacks = audit, RolloutRecorder(folder / "rollouts"), EntropyBonus(0.01)
+        made.append(run_of(Forgetful, *callbacks, max_tokens_per_microbatch=budget, folder=folder, **options))
+        assert audit.findings == []
+    for name, weight in made[0][2].items():
+        assert_close(made[1][2][name], weight, atol=1e-6, rtol=0)
+    for one, other in zip(made[0][1], made[1][1], strict=True):
+        figures = [{name: row[name] for name in row if "seconds" not in name} for row in (one, other)]
+        assert figures[1] == pytest.approx(figures[0], rel=1e-5, abs=1e-5)
+    recorded = [Recording.load(path) for path in sorted((tmp_path / "8" / "rollouts").glob("*.json"))]
+    assert any(
+        isinstance(entry, list) for each in recorded for step in each.header["plan"] for m in step for entry in m
+    )
+    for each in recorded:
+        (again,) = replay([each], [each.algorithm()])
+        assert not [what for what, one in replay_differences(each, again) if one is not None]
 
 
 @pytest.mark.nightly

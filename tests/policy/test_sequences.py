@@ -1,5 +1,6 @@
 """Forked contexts: each branch of a sample is read in one sequence, and each drawn token is predicted once."""
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,23 +8,27 @@ from typing import Any
 
 import pytest
 import torch
-from kit.support import keep_double, tiny_model
+from kit.support import an_algorithm, callback_of, keep_double, tiny_model
 from kit.vision import PROCESSORS, picture, vision_model
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import PreTrainedModel
 
-from lightning_rl import FinishReason, Rollout, SamplingParams
+from lightning_rl import GSPO, FinishReason, Rollout, SamplingParams, ValueLoss
 from lightning_rl.audit import forwards
 from lightning_rl.audit.checks.sampling_checks import _Tokens
+from lightning_rl.callbacks import DivergenceMask, EntropyBonus, OffPolicyIS
+from lightning_rl.corrections import Stat
 from lightning_rl.data.pictures import pixels_of
 from lightning_rl.generation import Completion, Request
-from lightning_rl.policy import PolicyModel, make_plan, pack
+from lightning_rl.policy import Plan, PolicyModel, make_plan, pack
+from lightning_rl.policy.plan import join_parts, plan_of_rows, row_of
 from lightning_rl.policy.processor import PictureProcessor
 from lightning_rl.policy.sequences import join_sequences, sequences_of
 from lightning_rl.policy.text_model import freeze_towers
 from lightning_rl.rollout import ROUTES, concatenate
 from lightning_rl.samples import PROMPT, Media, Prompt, Trajectory
+from lightning_rl.update import StepGradient, accumulate_gradient
 
 forms = pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 SAMPLING = SamplingParams(eos_token_ids=[1])
@@ -251,3 +256,94 @@ def test_pictures_of_a_shared_part_are_read_by_each_branch(
                     expected = policy(pack(one, packed=False)).logprobs[0]
                     assert_close(together[row, begin : begin + size], expected, atol=1e-9, rtol=0)
                 begin += size
+
+
+def long_sample(contexts: int, length: int) -> Rollout:
+    """A sample of contexts with a number of drawn tokens each, one after the other, and a short row of its group."""
+    made = trajectory_of([2, 3, 4], 0, 0)
+    for place in range(contexts):
+        made = made.extend(None if place else PROMPT, (5, 6, 7) if place else (), answer((8,) * length))
+    short = trajectory_of([2, 3, 4], 0, 1).extend(PROMPT, (), answer((8, 9)))
+    return Rollout.of([made, short], dtype=torch.float64, logprobs=True, turns=True)
+
+
+def step(rows: Rollout, plan: Plan, *, packed: bool, **options: Any) -> tuple[Tensor, StepGradient]:
+    """The gradient of an optimizer step with the policy's first outputs as old ones."""
+    model = tiny_model("qwen2").double()
+    policy = PolicyModel(model, model, temperature=1.0, packed=packed)
+    rows = rows.replace(advantages=slopes_of(rows, rows.width).masked_fill(~rows.valid_tokens, 0))
+    rows = rows.replace(
+        old_logprobs=rows.require("advantages") / 9 - 2, values=rows.advantages, returns=rows.advantages
+    )
+    made = accumulate_gradient(
+        rows,
+        plan.step(0),
+        lambda microbatch: policy(microbatch.layout),
+        an_algorithm([EntropyBonus(0.1), OffPolicyIS()], value_loss=ValueLoss(coef=0.5), **options),
+        backward=lambda loss: loss.backward(),
+    )
+    return torch.cat([weight.grad.flatten() for weight in policy.parameters() if weight.grad is not None]), made
+
+
+@forms
+@pytest.mark.parametrize("seed", range(3))
+def test_sequences_of_a_row_in_different_microbatches_give_the_same_gradient(
+    seed: int, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_double(monkeypatch)
+    rows = trees(seed)[1]
+    whole, divided = (
+        make_plan(rows, minibatches=1, max_tokens_per_microbatch=budget, packed=packed, by_sequence=True)
+        for budget in (10_000, 12)
+    )
+    assert len(whole.step(0)) == 1 < len(divided.step(0)) and any(microbatch.parts for microbatch in divided.step(0))
+    again = plan_of_rows(rows, json.loads(json.dumps(divided.rows())), packed=packed)
+    assert again.rows() == divided.rows() and whole.tokens(0) == divided.tokens(0)
+    assert join_parts(divided.rows()) != divided.rows()
+    for microbatch in divided.step(0):
+        assert microbatch.layout.longest <= max(12, sequences_of(rows).lengths.max())
+    (expected, one), (found, several) = (step(rows, plan, packed=packed) for plan in (whole, again))
+    assert expected.any()
+    assert_close(found, expected, atol=1e-9, rtol=0)
+    for name, part in one.parts.items():
+        assert_close(several.parts[name], part, atol=1e-9, rtol=0)
+    for name in one.stats[0]:
+        assert_close(several.joint(name), one.joint(name), atol=1e-9, rtol=0)
+    split = [sum(row_of(entry) == row for m in divided.rows()[0] for entry in m) for row in range(6)]
+    assert max(split) > 1 and divided.rows_of_step(0).tolist() == [row for row in range(6) if split[row]]
+
+
+def test_a_loss_with_a_value_for_each_row_gets_whole_rows() -> None:
+    rows = trees(1)[1]
+    divided = make_plan(rows, minibatches=1, max_tokens_per_microbatch=12, by_sequence=True)
+    with pytest.raises(ValueError, match="expected whole rows for a loss or correction that is not token_wise"):
+        step(rows, divided, packed=True, loss=GSPO())
+    counts_rows = callback_of("own", metrics=lambda view: {"own/rows": Stat.of(view.trained, view.trained)})
+    assert not an_algorithm(loss=GSPO()).token_wise and not an_algorithm([counts_rows]).token_wise
+    assert (
+        an_algorithm([EntropyBonus(0.1)]).token_wise
+        and not an_algorithm([DivergenceMask(1.0, level="mean")]).token_wise
+    )
+
+
+@forms
+def test_five_contexts_need_no_more_memory_than_one(packed: bool) -> None:
+    peaks, inputs, limits = list[int](), list[int](), list[tuple[float, float]]()
+    for contexts in (1, 5):
+        rows = long_sample(contexts, 40)
+        plan = make_plan(rows, minibatches=1, max_tokens_per_microbatch=45, packed=packed, by_sequence=True)
+        model = tiny_model("qwen2")
+        policy = PolicyModel(model, None, temperature=1.0, packed=packed)
+        weights = {weight.untyped_storage().data_ptr() for weight in policy.parameters()}
+        for microbatch in plan.step(0):
+            saved = list[Tensor]()
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda one, kept=saved: kept.append(one) or one, lambda one: one
+            ):
+                outputs = policy(microbatch.layout)
+            storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in saved}
+            peaks.append(sum(size for place, size in storages.items() if place not in weights))
+            inputs.append(microbatch.layout.input_ids.numel())
+            outputs.logprobs.sum().backward()
+        limits.append((1.1 * max(peaks), 1.1 * max(inputs)))
+    assert max(peaks) <= limits[0][0] and max(inputs) <= limits[0][1]
