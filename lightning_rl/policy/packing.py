@@ -108,7 +108,8 @@ def pack(rows: Rollout, *, packed: bool = True, chosen: Bool[Tensor, " s"] | Non
         )
     tokens = sequences.gather(join_tokens(rows, rows.prompt_ids, rows.response_ids))
     drawn, ends = sequences.find(row, column), sequences.lengths.cumsum(0)
-    if torch.isin(drawn, ends - sequences.lengths).any():
+    begins = torch.zeros_like(tokens, dtype=torch.bool).index_fill(0, ends - sequences.lengths, value=True)
+    if begins.index_select(0, drawn).any():
         raise ValueError("expected a context to begin with tokens that were read, got a sampled token")
     is_input = torch.ones_like(tokens, dtype=torch.bool)
     is_input[ends - 1] = sequences.lengths == 1  # the only token of a sequence is an input

@@ -117,10 +117,15 @@ def sequences_of(rows: Rollout, chosen: Bool[Tensor, " s"] | None = None) -> Seq
     """
     lengths = rows.prompt_lengths + rows.response_lengths
     every = torch.arange(len(rows), device=lengths.device)
-    if rows.segments is None:  # a row is a sequence
+    if rows.segments is None:
         nodes = torch.arange(2 * len(rows), device=lengths.device)
         return Sequences(rows, every, lengths, torch.ones_like(every, dtype=torch.bool), nodes)
     tree = tree_of(rows)
+    roots, nodes = (tree.parents < 0).nonzero()[:, 0], torch.arange(len(tree.row), device=lengths.device)
+    sizes = torch.diff(tree.starts[roots], append=lengths.sum(0, keepdim=True))
+    forks = (tree.parents >= 0) & (tree.parents != nodes - 1)
+    if chosen is None and bool((sizes > 0).all() & ~forks.any()):  # slices
+        return Sequences(rows, tree.row[roots], sizes, tree.is_prompt[roots], nodes)
     is_leaf = torch.ones_like(tree.parents, dtype=torch.bool).index_fill(
         0, tree.parents[tree.parents >= 0], value=False
     )
@@ -136,8 +141,7 @@ def sequences_of(rows: Rollout, chosen: Bool[Tensor, " s"] | None = None) -> Seq
     paths, inside, leaves, lengths = paths[kept], inside[kept], levels[0][kept], lengths[kept]
     nodes = paths.masked_select(inside)
     roots = paths.gather(1, inside.long().argmax(1)[:, None])[:, 0]
-    in_order = len(nodes) == len(tree.parents) and bool((nodes[1:] > nodes[:-1]).all())
-    places = None if in_order else spans(tree.starts[nodes], tree.lengths[nodes])
+    places = spans(tree.starts[nodes], tree.lengths[nodes])
     return Sequences(rows, tree.row[leaves], lengths, tree.is_prompt[roots], nodes, places)
 
 
