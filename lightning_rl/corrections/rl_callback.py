@@ -134,6 +134,8 @@ class RLCallback(CheckedNames, Callback):
         penalizes_kl: True if its token reward is a KL penalty, logged as ``kl/penalty``; others are logged as
             ``<callback>/token_reward``.
         chooses_rows: True if its loss term skips rows, so that it may train nothing.
+        token_wise: True if its contributions of a token at the update depend on no other token, so that the contexts of
+            a long sample may be in different microbatches. Each class declares it for itself.
         trains_entropy: True if its loss term needs the gradient of ``view.entropy``.
         max_rounds: Maximum number of sampling rounds per rollout, if it filters groups.
         collectives: Operations over the ranks of the run; set by the core at setup.
@@ -157,6 +159,7 @@ class RLCallback(CheckedNames, Callback):
     batch_statistics: bool = False
     penalizes_kl: bool = False
     chooses_rows: bool = False
+    token_wise: bool = False
     trains_entropy: bool = False
     max_rounds: int = 10
     collectives: Collectives = ALONE
