@@ -42,7 +42,7 @@ from lightning_rl.utils.arguments import check_numbers, check_text
 from lightning_rl.utils.naming import in_words
 
 
-class Pool(NamedTuple):
+class RowPool(NamedTuple):
     """State of a pool: Q is 0.8, the pool is 0.4 prompts behind its share, and 12 of its rows were drawn or skipped."""
 
     value: float = 0.0
@@ -92,7 +92,7 @@ class Curriculum(RLCallback):
         check_numbers(above=0, at_most=1, optional=True, mastered=mastered)
         self.column, self.temperature, self.rate = column, temperature, rate
         self.mastered, self.correct_by = mastered, correct_by
-        self.pools: Mapping[str, Pool] = {}
+        self.pools: Mapping[str, RowPool] = {}
         self._done = frozenset[int]()  # mastered rows
         self._groups: Mapping[int, tuple[float, bool]] = {}  # advantage and mastery by place, until the rollout ends
         self._chosen: Sequence[int] = ()  # row of each place of the stream, kept by the data module
@@ -131,7 +131,7 @@ class Curriculum(RLCallback):
         live = [pool for pool, rows in self._rows.items() if done[pool] < len(rows)]
         if not live:
             self._done, live = frozenset(), [*self._rows]
-        pools = {pool: self.pools.get(pool, Pool()) for pool in self._rows}
+        pools = {pool: self.pools.get(pool, RowPool()) for pool in self._rows}
         best = max(pools[pool].value for pool in live)
         shares = {pool: math.exp((pools[pool].value - best) / self.temperature) for pool in live}
         total, chosen = sum(shares.values()), list[int]()
@@ -189,7 +189,7 @@ class Curriculum(RLCallback):
         updated = {
             pool: before._replace(value=before.value + self.rate * (sum(values) / len(values) - before.value))
             for pool, values in by_pool.items()
-            if (before := self.pools.get(pool, Pool()))
+            if (before := self.pools.get(pool, RowPool()))
         }
         self.pools = {**self.pools, **updated}
 
@@ -211,7 +211,7 @@ class Curriculum(RLCallback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.pools = {name: Pool(*pool) for name, pool in state_dict["pools"].items()}
+        self.pools = {name: RowPool(*pool) for name, pool in state_dict["pools"].items()}
         self._done, self._groups = frozenset(state_dict["done"]), {}
 
 
