@@ -331,7 +331,7 @@ class VLLMEngine(WeightSender, Engine):
         return completions[first : first + number]
 
     def _completion(self, request: Request, output: Any, *, logprobs: bool) -> Completion:
-        """Return the completion of a finished request, aborted if vLLM took a sampled placeholder for a picture.
+        """Return the completion of a finished request, aborted if vLLM replaced sampled tokens of its prompt.
 
         Raises:
             EngineError: If it answers another prompt.

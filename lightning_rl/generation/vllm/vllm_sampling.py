@@ -1,7 +1,9 @@
 """Sampling parameters and finish reasons of vLLM, in process and over HTTP."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import translate
 from typing import Any
 
 from lightning_rl.generation.engine import EngineError
@@ -55,7 +57,9 @@ class Limits:
             )
 
     def reads(self, request: Request, prompt_ids: Sequence[int]) -> bool:
-        """Return True if vLLM read the request's prefix; False if it took a sampled placeholder for a picture.
+        """Return True if vLLM read the request's prefix; False if it replaced sampled tokens.
+
+        It takes a sampled placeholder for a picture, and merges newlines of Gemma 3.
 
         Args:
             request: Request.
@@ -69,15 +73,22 @@ class Limits:
         where, media = f"for sample {request.sample_id}", request.media
         if media is None:
             raise EngineError(f"expected vLLM to answer the prompt of the request, got another one {where}")
-        drawn = media.drawn.tolist()
-        if any(token in self.placeholders for token, own in zip(request.prefix_ids, drawn, strict=True) if own):
-            return False
+        sent = list(zip(request.prefix_ids, media.drawn.tolist(), strict=True))
         numbers = [sum(token in self.placeholders for token in ids) for ids in (request.prefix_ids, prompt_ids)]
+        pattern = translate("".join("*" if own else _character(token) for token, own in sent))
+        rewritten = numbers[0] == numbers[1] and re.match(pattern, "".join(map(_character, prompt_ids)))
+        if rewritten or any(own and token in self.placeholders for token, own in sent):
+            return False
         raise EngineError(
-            f"expected vLLM to write {numbers[0]} placeholders for {len(media.pictures)} pictures, as the trainer's "
-            f"processor, got {numbers[1]} in {len(prompt_ids)} tokens {where}: serve the model with the trainer's "
-            "processor, of the same files and versions"
+            f"expected vLLM to read {len(sent)} tokens with {numbers[0]} placeholders for {len(media.pictures)} "
+            f"pictures, as the trainer's processor writes them, got {len(prompt_ids)} with {numbers[1]} {where}: serve "
+            "the model with the trainer's processor, of the same files and versions"
         )
+
+
+def _character(token: int) -> str:
+    """Return a character for a token id, beyond those with a meaning in patterns of file names."""
+    return chr(256 + token)
 
 
 def prompt_of(request: Request) -> dict[str, Any]:
