@@ -143,6 +143,11 @@ class VLLMServerEngine(WeightSender, Engine):
         if self._pool is not None:
             raise RuntimeError("expected an engine that is not started, got a started one: call close() first")
         self._outgoing = VLLMWeights(model, lora=self.lora, pictures=processor_of(tokenizer) is not None)
+        if self._outgoing.unties:
+            raise ValueError(
+                "expected embeddings and vocabulary head with one weight, as servers build them, got modules_to_save "
+                "that train one of them alone: use VLLMEngine(), or a model with tie_word_embeddings=False"
+            )
         rank = dist.get_rank() if process_count() > 1 else 0
         with failing_together("a list of servers", EngineError):
             urls = self._list.wait(self.patience)

@@ -223,6 +223,8 @@ class VLLMEngine(WeightSender, Engine):
         config.name_or_path = ""
         pictures = processor_of(tokenizer)
         self._outgoing = VLLMWeights(model, lora=self.lora, pictures=pictures is not None)
+        if self._outgoing.unties:
+            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
         options = {**self._llm_options(model), "skip_tokenizer_init": tokenizer is None}
         processor = None if pictures is None else deepcopy(pictures.processor)
         if processor is not None:  # no norm of pixels in the model, whose constants are random with dummy weights
