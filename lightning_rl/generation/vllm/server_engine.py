@@ -29,7 +29,14 @@ from lightning_rl.generation.vllm.scheduler import Seat
 from lightning_rl.generation.vllm.server_client import ServerClient
 from lightning_rl.generation.vllm.server_pool import ServerPool
 from lightning_rl.generation.vllm.storage import delete_leftovers
-from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of, pictures_of
+from lightning_rl.generation.vllm.vllm_sampling import (
+    SCORING,
+    TEMPERATURES,
+    Limits,
+    finish_of,
+    parameters_of,
+    pictures_of,
+)
 from lightning_rl.generation.vllm.vllm_weights import VLLMWeights, WeightSender
 from lightning_rl.generation.vllm.weight_push import Proof, WeightPush
 from lightning_rl.generation.weights import weight_stream
@@ -84,6 +91,7 @@ class VLLMServerEngine(WeightSender, Engine):
         syncs_while_generating=True,
         concurrent=True,
         pictures=True,
+        temperatures=TEMPERATURES,
     )
     holds_copy = True
 

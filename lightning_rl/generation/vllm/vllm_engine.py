@@ -31,7 +31,14 @@ from lightning_rl.generation.vllm.output_extras import (
     options_for,
 )
 from lightning_rl.generation.vllm.recorded_modules import record_vllm_modules
-from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of, prompt_of
+from lightning_rl.generation.vllm.vllm_sampling import (
+    SCORING,
+    TEMPERATURES,
+    Limits,
+    finish_of,
+    parameters_of,
+    prompt_of,
+)
 from lightning_rl.generation.vllm.vllm_version import load_vllm, set_batch_invariance
 from lightning_rl.generation.vllm.vllm_weights import VLLMWeights, WeightSender
 from lightning_rl.generation.weights import weight_stream
@@ -144,6 +151,7 @@ class VLLMEngine(WeightSender, Engine):
             generates_ahead=not torch.cuda.is_available(),  # else its kernels wait for the trainer's
             collective=self._tensor_parallel > 1,
             pictures=True,
+            temperatures=TEMPERATURES,
         )
 
     @property

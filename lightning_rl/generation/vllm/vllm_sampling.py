@@ -11,7 +11,7 @@ from lightning_rl.rollout import FinishReason
 from lightning_rl.samples import Request
 from lightning_rl.samples.media import pillow_images
 
-COLDEST = 0.01  # vLLM silently raises a lower temperature above 0 to this
+TEMPERATURES = 0.01, 2.0  # vLLM silently raises a lower temperature above 0
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 SCORING: dict[str, Any] = {
     "temperature": 0.0,
@@ -46,8 +46,8 @@ class Limits:
             )
         if min(ids) < 0 or max(ids) >= self.vocabulary:
             raise ValueError(f"expected token ids in [0, {self.vocabulary}), got {min(ids)}..{max(ids)} {where}")
-        if 0 < sampling.temperature < COLDEST:
-            raise ValueError(f"expected temperature 0 or at least {COLDEST}, got {sampling.temperature} {where}")
+        if sampling.temperature > 0 and not TEMPERATURES[0] <= sampling.temperature <= TEMPERATURES[1]:
+            raise ValueError(f"expected temperature 0 or within {TEMPERATURES}, got {sampling.temperature} {where}")
         if not 0 <= request.seed < 2**31:
             raise ValueError(f"expected a seed of 31 bits, got {request.seed} {where}")
         if sampling.stop and not self.has_tokenizer:
