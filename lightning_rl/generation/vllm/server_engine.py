@@ -306,6 +306,7 @@ class VLLMServerEngine(WeightSender, Engine):
             vocabulary=push.description.vocabulary,
             has_tokenizer=push.has_tokenizer,
             placeholders=self._placeholders,
+            max_pictures=push.description.max_pictures,
         )
 
     async def _complete(self, request: Request, seat: Seat, oldest: int, *, logprobs: bool) -> Completion:

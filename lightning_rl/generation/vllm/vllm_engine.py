@@ -35,6 +35,7 @@ from lightning_rl.generation.vllm.vllm_sampling import (
     SCORING,
     TEMPERATURES,
     Limits,
+    check_pictures,
     finish_of,
     parameters_of,
     prompt_of,
@@ -259,6 +260,9 @@ class VLLMEngine(WeightSender, Engine):
                 raise
             self._threads = torch.get_num_threads() if torch.cuda.is_available() else None
         served = self._llm.llm_engine.model_config
+        max_pictures = internals.max_pictures(self._llm.llm_engine.vllm_config)
+        if processor is not None:
+            check_pictures(max_pictures, "VLLMEngine")
         self.max_length = int(served.max_model_len)
         vocabulary = int(served.get_vocab_size())
         self._limits = Limits(
@@ -266,6 +270,7 @@ class VLLMEngine(WeightSender, Engine):
             vocabulary=vocabulary,
             has_tokenizer=tokenizer is not None,
             placeholders=placeholders_of(model.config),
+            max_pictures=max_pictures,
         )
         if tokenizer is not None:  # vLLM would choose a class by the type of the model
             self._llm.llm_engine.output_processor.tokenizer = tokenizer

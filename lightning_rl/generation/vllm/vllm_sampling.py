@@ -31,6 +31,7 @@ class Limits:
     vocabulary: int  # number of token ids
     has_tokenizer: bool  # can find stop strings
     placeholders: Collection[int] = ()  # token ids that stand for pictures
+    max_pictures: int | None  # in a prompt
 
     def check(self, request: Request) -> None:
         """Raise for a request that vLLM would truncate, change or fail at.
@@ -48,6 +49,12 @@ class Limits:
             raise ValueError(f"expected token ids in [0, {self.vocabulary}), got {min(ids)}..{max(ids)} {where}")
         if sampling.temperature > 0 and not TEMPERATURES[0] <= sampling.temperature <= TEMPERATURES[1]:
             raise ValueError(f"expected temperature 0 or within {TEMPERATURES}, got {sampling.temperature} {where}")
+        pictures = 0 if request.media is None else len(request.media.pictures)
+        if pictures > (self.max_pictures or 0):
+            raise ValueError(
+                f'expected at most {self.max_pictures} pictures, the limit_mm_per_prompt["image"] of vLLM, got '
+                f"{pictures} {where}: raise it, or shorten the row or conversation"
+            )
         if not 0 <= request.seed < 2**31:
             raise ValueError(f"expected a seed of 31 bits, got {request.seed} {where}")
         if sampling.stop and not self.has_tokenizer:
@@ -84,6 +91,17 @@ class Limits:
             f"pictures, as the trainer's processor writes them, got {len(prompt_ids)} with {numbers[1]} {where}: serve "
             "the model with the trainer's processor, of the same files and versions"
         )
+
+
+def check_pictures(limit: int | None, where: str) -> None:
+    """Raise ValueError if vLLM reads no pictures, or not as the policy does; ``limit`` is its number in a prompt."""
+    if limit is None:
+        raise ValueError(
+            f"expected {where} to attend in both directions within a picture, as the policy does, got vLLM's attention "
+            "on a CPU, which is causal: use a GPU, or engine=TransformersEngine()"
+        )
+    if limit == 0:
+        raise ValueError(f"expected {where} to take pictures, got a limit of 0: remove the option that sets it")
 
 
 def _character(token: int) -> str:

@@ -10,10 +10,12 @@ import torch
 from generation.vllm.served_engines import an_engine, the_model
 from kit.engine_requests import launch, request_of
 from kit.scripted_server import VOCABULARY, Answer, ScriptedServer, servers
+from kit.vision import PROCESSORS
 
 from lightning_rl import EngineError, FinishReason, VLLMServerEngine
 from lightning_rl.generation import EngineState, Request
 from lightning_rl.generation.vllm.server_client import Label
+from lightning_rl.policy.processor import attach
 from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS
 
 
@@ -99,6 +101,24 @@ def test_an_unsuitable_server_is_refused_at_the_start(
         engine = an_engine(one, other, started=False)
         with pytest.raises(ValueError, match=message):
             launch(engine, the_model())
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("max_pictures", "message"),
+    [
+        pytest.param(0, r"expected http://.* to take pictures, got a limit of 0: remove the option", id="none"),
+        pytest.param(None, r"expected http://.* to attend in both directions within a picture, as the", id="causal"),
+    ],
+)
+def test_a_server_that_does_not_read_pictures_as_the_policy_does_is_refused(
+    max_pictures: int | None, message: str
+) -> None:
+    server = ScriptedServer(max_pictures=max_pictures)
+    with servers(server):
+        engine = an_engine(server, started=False)
+        with pytest.raises(ValueError, match=message):
+            launch(engine, the_model(), attach(PROCESSORS["qwen2_5_vl"]()))
         engine.close()
 
 

@@ -13,7 +13,7 @@ from lightning_rl.generation.vllm.vllm_sampling import Limits
 from lightning_rl.samples import Media
 
 P, END = 13, 1  # a placeholder, a token of the template
-LIMITS = Limits(max_length=64, vocabulary=64, has_tokenizer=False, placeholders=(P,))
+LIMITS = Limits(max_length=64, vocabulary=64, has_tokenizer=False, placeholders=(P,), max_pictures=2)
 PICTURE = torch.zeros(2, 2, 3, dtype=torch.uint8)
 
 
@@ -52,6 +52,13 @@ def test_a_sample_whose_sampled_tokens_vllm_rewrites_is_aborted_and_any_other_ch
 def test_placeholders_between_sampled_tokens_and_a_picture_are_not_taken_for_sampled_ones() -> None:
     with pytest.raises(EngineError, match="got 5 with 3 for sample 5: serve the model with the trainer's"):
         LIMITS.reads(turns([2], [20], [P, P], pictures=1), [2, 20, P, P, P])
+
+
+def test_more_pictures_than_vllm_takes_are_named_before_it_gets_them() -> None:
+    with pytest.raises(
+        ValueError, match=r'at most 2 pictures, the limit_mm_per_prompt\["image"\] of vLLM, got 3 for sample 5'
+    ):
+        LIMITS.check(turns([2, P, P, P], pictures=3))
 
 
 def test_a_text_that_vllm_changes_is_an_error() -> None:
