@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from lightning_rl.distributed import failing_together, process_count, process_objects
 from lightning_rl.generation.engine import Capabilities, Engine, EngineError, Exchange
+from lightning_rl.generation.vllm import vllm_sampling
 from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.discovery import Listing, ServerList
@@ -29,14 +30,7 @@ from lightning_rl.generation.vllm.scheduler import Seat
 from lightning_rl.generation.vllm.server_client import ServerClient
 from lightning_rl.generation.vllm.server_pool import ServerPool
 from lightning_rl.generation.vllm.storage import delete_leftovers
-from lightning_rl.generation.vllm.vllm_sampling import (
-    SCORING,
-    TEMPERATURES,
-    Limits,
-    finish_of,
-    parameters_of,
-    pictures_of,
-)
+from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of, pictures_of
 from lightning_rl.generation.vllm.vllm_weights import VLLMWeights, WeightSender
 from lightning_rl.generation.vllm.weight_push import Proof, WeightPush
 from lightning_rl.generation.weights import weight_stream
@@ -91,7 +85,7 @@ class VLLMServerEngine(WeightSender, Engine):
         syncs_while_generating=True,
         concurrent=True,
         pictures=True,
-        temperatures=TEMPERATURES,
+        temperatures=vllm_sampling.TEMPERATURES,
     )
     holds_copy = True
 

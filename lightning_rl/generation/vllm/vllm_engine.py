@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_rl.distributed import process_count
 from lightning_rl.generation.engine import Capabilities, Engine, Exchange
-from lightning_rl.generation.vllm import internals
+from lightning_rl.generation.vllm import internals, vllm_sampling
 from lightning_rl.generation.vllm.output_extras import (
     OutputExtras,
     available_extras,
@@ -31,15 +31,7 @@ from lightning_rl.generation.vllm.output_extras import (
     options_for,
 )
 from lightning_rl.generation.vllm.recorded_modules import record_vllm_modules
-from lightning_rl.generation.vllm.vllm_sampling import (
-    SCORING,
-    TEMPERATURES,
-    Limits,
-    check_pictures,
-    finish_of,
-    parameters_of,
-    prompt_of,
-)
+from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of, prompt_of
 from lightning_rl.generation.vllm.vllm_version import load_vllm, set_batch_invariance
 from lightning_rl.generation.vllm.vllm_weights import VLLMWeights, WeightSender
 from lightning_rl.generation.weights import weight_stream
@@ -152,7 +144,7 @@ class VLLMEngine(WeightSender, Engine):
             generates_ahead=not torch.cuda.is_available(),  # else its kernels wait for the trainer's
             collective=self._tensor_parallel > 1,
             pictures=True,
-            temperatures=TEMPERATURES,
+            temperatures=vllm_sampling.TEMPERATURES,
         )
 
     @property
@@ -262,7 +254,7 @@ class VLLMEngine(WeightSender, Engine):
         served = self._llm.llm_engine.model_config
         max_pictures = internals.max_pictures(self._llm.llm_engine.vllm_config)
         if processor is not None:
-            check_pictures(max_pictures, "VLLMEngine")
+            vllm_sampling.check_pictures(max_pictures, "VLLMEngine")
         self.max_length = int(served.max_model_len)
         vocabulary = int(served.get_vocab_size())
         self._limits = Limits(

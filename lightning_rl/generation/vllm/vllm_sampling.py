@@ -82,8 +82,9 @@ class Limits:
             raise EngineError(f"expected vLLM to answer the prompt of the request, got another one {where}")
         sent = list(zip(request.prefix_ids, media.drawn.tolist(), strict=True))
         numbers = [sum(token in self.placeholders for token in ids) for ids in (request.prefix_ids, prompt_ids)]
-        pattern = translate("".join("*" if own else _character(token) for token, own in sent))
-        rewritten = numbers[0] == numbers[1] and re.match(pattern, "".join(map(_character, prompt_ids)))
+        pattern = "".join("*" if own else chr(256 + token) for token, own in sent)  # beyond characters with a meaning
+        text = "".join(chr(256 + token) for token in prompt_ids)
+        rewritten = numbers[0] == numbers[1] and re.match(translate(pattern), text)
         if rewritten or any(own and token in self.placeholders for token, own in sent):
             return False
         raise EngineError(
@@ -102,11 +103,6 @@ def check_pictures(limit: int | None, where: str) -> None:
         )
     if limit == 0:
         raise ValueError(f"expected {where} to take pictures, got a limit of 0: remove the option that sets it")
-
-
-def _character(token: int) -> str:
-    """Return a character for a token id, beyond those with a meaning in patterns of file names."""
-    return chr(256 + token)
 
 
 def prompt_of(request: Request) -> dict[str, Any]:
