@@ -23,7 +23,7 @@ from lightning_rl.distributed import Parallel
 from lightning_rl.environments import EnvironmentReward
 from lightning_rl.evaluation.evaluation import evaluations_of
 from lightning_rl.generation import Engine, SamplingParams
-from lightning_rl.generation.sampling_params import filter_problems
+from lightning_rl.generation.sampling_params import filter_problems, temperature_problems
 from lightning_rl.losses import LOSSES, PolicyLoss
 from lightning_rl.monitors import RunNames
 from lightning_rl.options import Options
@@ -288,7 +288,8 @@ def check_reads(options: Options, corrections: Corrections) -> Problems:
 
 
 def check_filters(options: Options) -> Problems:
-    """Yield a problem for each evaluation whose filters the engine ignores, or that lacks one it needs."""
+    """Yield a problem for temperatures and filters that the engine changes, ignores or lacks."""
+    yield from temperature_problems(options.sampling, options.engine)
     for evaluation in evaluations_of(options.evaluation):
         if evaluation.sampling is not None:
             yield from filter_problems(evaluation.sampling, options.engine)

@@ -61,6 +61,7 @@ class Capabilities:
         max_rows: Maximum number of rows that decode together; None without a limit.
         cuts_short: A response can finish with LENGTH before ``max_new_tokens``, by a limit of the engine.
         pictures: Reads the pictures of :attr:`Request.media`.
+        temperatures: Lowest temperature above 0, and highest one.
     """
 
     returns_logprobs: bool = True
@@ -77,6 +78,7 @@ class Capabilities:
     max_rows: int | None = None
     cuts_short: bool = False
     pictures: bool = False
+    temperatures: tuple[float, float] = (0.0, float("inf"))
 
 
 class Engine(ABC):

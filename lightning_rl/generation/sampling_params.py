@@ -83,7 +83,8 @@ def _until(
 
 
 def filter_problems(sampling: SamplingParams, engine: Engine) -> Iterator[str]:
-    """Yield a problem if the engine ignores a filter, or needs one because it records sampling masks as lists."""
+    """Yield a problem if the engine does not take the temperature, ignores a filter, or needs one to list masks."""
+    yield from temperature_problems(sampling, engine)
     lists_masks = SAMPLING_MASK in engine.extras and engine.capabilities.lists_masks
     if sampling.temperature > 0 and not sampling.filters and lists_masks:
         yield (
@@ -96,4 +97,14 @@ def filter_problems(sampling: SamplingParams, engine: Engine) -> Iterator[str]:
             f"expected an engine that supports top_k={sampling.top_k}, top_p={sampling.top_p}, "
             f"min_p={sampling.min_p} of an evaluation, got {type(engine).__name__}, which ignores them: use "
             "engine=TransformersEngine(), or remove them"
+        )
+
+
+def temperature_problems(sampling: SamplingParams, engine: Engine) -> Iterator[str]:
+    """Yield a problem if the engine would change or refuse a temperature."""
+    lowest, highest = engine.capabilities.temperatures
+    if sampling.temperature > 0 and not lowest <= sampling.temperature <= highest:
+        yield (
+            f"expected temperature 0 or within [{lowest:g}, {highest:g}] for {type(engine).__name__}, got "
+            f"{sampling.temperature}: change it, or use engine=TransformersEngine()"
         )

@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 from kit.support import fit, parity_reward, tiny_module, tiny_prompts
 
-from lightning_rl import Evaluation, FakeEngine, SamplingParams, TransformersEngine
+from lightning_rl import (
+    Engine,
+    Evaluation,
+    FakeEngine,
+    SamplingParams,
+    TransformersEngine,
+    VLLMEngine,
+    VLLMServerEngine,
+)
 
 
 def test_an_evaluation_says_what_it_measures() -> None:
@@ -87,6 +95,24 @@ def test_filters_that_the_engine_would_ignore_are_refused_at_setup() -> None:
     module = tiny_module(evaluation=evaluation, engine=FakeEngine(lambda _: [2, 1]), rewards=parity_reward)
     with pytest.raises(ValueError, match=r"top_p=0.9.* of an evaluation, got FakeEngine, which ignores them"):
         fit(module, data=tiny_prompts())
+
+
+@pytest.mark.parametrize("engine", [VLLMEngine(), VLLMServerEngine("http://127.0.0.1:1")], ids=["in process", "server"])
+@pytest.mark.parametrize("place", ["training", "evaluation", "answers"])
+@pytest.mark.parametrize("temperature", [0.005, 2.5])
+def test_temperatures_that_vllm_would_change_or_refuse_are_refused_at_setup(
+    engine: Engine, place: str, temperature: float
+) -> None:
+    sampling = SamplingParams(temperature=temperature)
+    options = {
+        "training": {"temperature": temperature},
+        "evaluation": {"evaluation": Evaluation("a", [[2]], samples=2, sampling=sampling)},
+    }
+    module = tiny_module(engine=engine, **options.get(place, {}))
+    with pytest.raises(
+        ValueError, match=rf"temperature 0 or within \[0.01, 2\] for {type(engine).__name__}, got {temperature}: "
+    ):
+        module.generate([2], sampling=sampling) if place == "answers" else fit(module)
 
 
 def test_an_evaluation_without_a_filter_is_refused_where_sampling_masks_are_lists() -> None:

@@ -404,6 +404,8 @@ class LLM:
             get_vocab_size=lambda: self.vocabulary,
             return_sampling_mask=bool(self.options.get("return_sampling_mask")),
             dtype=self.dtype,
+            is_mm_prefix_lm=False,
+            multimodal_config=None,
         )
         cache_config = SimpleNamespace(
             block_size=self.options.get("block_size") or (16 if self.on_gpu else 128),

@@ -36,6 +36,7 @@ HOLDS: dict[str, Any] = {
     "logprobs_mode": "processed_logprobs",
     "generation_config": "vllm",
     "max_lora_rank": 0,
+    "max_pictures": 0,
 }
 
 

@@ -51,7 +51,7 @@ def moved_adapter(model: PreTrainedModel, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name:
+            if "lora_" in name or "modules_to_save" in name:
                 parameter += 0.1 * torch.randn(parameter.shape, generator=draw)
 
 
@@ -95,6 +95,22 @@ def test_a_run_sends_adapters_and_the_canary_agrees() -> None:
         difference = rollout.require("rollout_logprobs") - rollout.require("old_logprobs")
         assert float(difference[rollout.valid_tokens].abs().max()) < 1e-4
     assert watch.rows[0]["time/canary"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "copies"), [("qwen2", ["lm_head", "norm"]), ("qwen2-tied", ["lm_head"]), ("qwen2-tied", ["embed_tokens"])]
+)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_modules_that_train_as_copies_are_the_trainers_at_every_sync(name: str, copies: list[str]) -> None:
+    model, engine = base_model_of(with_adapter(name, modules_to_save=copies)), an_engine(canary=None)
+    launch(engine, model)
+    engine.expect(model.named_parameters())
+    requests = requests_for(prompts_of(8))
+    for version in range(2):
+        moved_adapter(model, version)
+        completions = synced(engine, model, version).generate(requests, logprobs=True)
+        assert worst(model, requests, completions) < 1e-4
+    engine.close()
 
 
 def test_a_policy_without_adapters_or_with_more_than_them_is_refused() -> None:

@@ -16,7 +16,7 @@ from kit.vision import Camera, picture_rows
 from kit.vllm_models import moved, prompts_of, requests_for, synced, weights_of, worst
 from kit.vllm_rank import Watch
 from kit.vllm_vision import (
-    FAMILIES,
+    CAUSAL,
     WHOLE,
     gap,
     processor_in,
@@ -37,7 +37,7 @@ from lightning_rl.generation.weights import weight_stream
 from lightning_rl.policy.processor import attach
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=CAUSAL)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -76,7 +76,7 @@ def test_a_processor_of_vllm_that_writes_other_tokens_is_an_error_before_any_log
     longer = (*sample.request.prefix_ids[:place], sample.request.prefix_ids[place], *sample.request.prefix_ids[place:])
     drawn = torch.zeros(len(longer), dtype=torch.bool)
     request = replace(sample.request, prefix_ids=longer, media=replace(sample.request.media, drawn=drawn))
-    with pytest.raises(EngineError, match=r"expected vLLM to write \d+ placeholders for 1 pictures, as the trainer's"):
+    with pytest.raises(EngineError, match=r"with \d+ placeholders for 1 pictures, as the trainer's"):
         synced(engine, model).generate([request], logprobs=True)
     drawn[place] = True
     request = replace(request, media=replace(sample.request.media, drawn=drawn))
@@ -98,7 +98,6 @@ def run(family: str, engine: Engine, **options: Any) -> Watch:
         eos_token_ids=[1, 4, 5],
         temperature=0.8,
         minibatches_per_rollout=2,
-        packing=family != "gemma3",
         **options,
     )
     fit(module, callbacks=[RolloutKL(), watch], data=PromptDataModule(picture_rows(8), 4))
@@ -112,10 +111,38 @@ def check(watch: Watch) -> None:
         assert rollout.rollout_logprobs is not None and rollout.old_logprobs is not None
         difference = (rollout.rollout_logprobs - rollout.old_logprobs)[rollout.valid_tokens & rollout.action_mask]
         assert float(difference.abs().max()) < 1e-4
+        assert float(rollout.old_logprobs[rollout.valid_tokens & rollout.action_mask].mean()) < -1, "not deterministic"
 
 
 def test_a_run_samples_as_it_trains_in_process(family: str) -> None:
     check(run(family, small()))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("gemma3", {}, "expected VLLMEngine to attend in both directions within a picture, .* which is causal: use a"),
+        ("qwen2_5_vl", {"language_model_only": True}, "expected VLLMEngine to take pictures, got a limit of 0: remove"),
+        ("qwen2_5_vl", {"limit_mm_per_prompt": {"image": 0}}, "expected VLLMEngine to take pictures, got a limit of 0"),
+    ],
+)
+def test_an_engine_that_does_not_read_pictures_as_the_policy_does_is_refused_at_its_start(
+    family: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        launch(small(**options), served_model(family), served_tokenizer(family))
+
+
+def test_more_pictures_than_the_limit_are_named() -> None:
+    tokenizer, engine = served_tokenizer("qwen2_5_vl"), small(limit_mm_per_prompt={"image": 1}, canary=False)
+    launch(engine, model := served_model("qwen2_5_vl"), tokenizer)
+    engine.expect(weights_of(model))
+    requests = [each.request for each in trajectories_of(prompts_with_pictures(tokenizer))]
+    with pytest.raises(
+        ValueError, match=r'at most 1 pictures, the limit_mm_per_prompt\["image"\] of vLLM, got 2 for s'
+    ):
+        synced(engine, model).generate(requests)
+    engine.close()
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl"])

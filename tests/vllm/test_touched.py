@@ -37,7 +37,10 @@ NAMES = {
         "ModelConfig.skip_tokenizer_init",
         "ModelConfig.return_sampling_mask",
         "ModelConfig.head_dtype()",
+        "ModelConfig.is_mm_prefix_lm()",
+        "ModelConfig.multimodal_config",
     ),
+    "config/multimodal.py": ("MultiModalConfig.get_limit_per_prompt(modality)",),
     "config/parallel.py": ("ParallelConfig.tensor_parallel_size", "ParallelConfig.worker_extension_cls"),
     "device_allocator/__init__.py": ("AllocationData.handle", "AllocationData.is_asleep"),
     "device_allocator/cumem.py": (

@@ -159,6 +159,17 @@ def use_processor(folder: str, processor: Any) -> None:
     context.cached_processor_from_config = find
 
 
+def max_pictures(config: Any) -> int | None:
+    """Return the largest number of pictures in a prompt; None where vLLM reads them in another way than the model.
+
+    Its attention is causal on a CPU, also within a picture.
+    """
+    model, device = config.model_config, config.device_config.device_type
+    if device == "cpu" and model.is_mm_prefix_lm:
+        return None
+    return 0 if model.multimodal_config is None else model.multimodal_config.get_limit_per_prompt("image")
+
+
 def map_before_free() -> None:
     """Make the allocator of vLLM's sleep mode map a block that sleeps or was trimmed before it is freed.
 

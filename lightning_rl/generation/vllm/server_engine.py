@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_rl.distributed import failing_together, process_count, process_objects
 from lightning_rl.generation.engine import Capabilities, Engine, EngineError
 from lightning_rl.generation.sessions import Sessions
+from lightning_rl.generation.vllm import vllm_sampling
 from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.discovery import Listing, ServerList
@@ -83,6 +84,7 @@ class VLLMServerEngine(WeightSender, Engine):
         syncs_while_generating=True,
         concurrent=True,
         pictures=True,
+        temperatures=vllm_sampling.TEMPERATURES,
     )
     holds_copy = True
 
@@ -143,6 +145,11 @@ class VLLMServerEngine(WeightSender, Engine):
         if self._pool is not None:
             raise RuntimeError("expected an engine that is not started, got a started one: call close() first")
         self._outgoing = VLLMWeights(model, lora=self.lora, pictures=processor_of(tokenizer) is not None)
+        if self._outgoing.unties:
+            raise ValueError(
+                "expected embeddings and vocabulary head with one weight, as servers build them, got modules_to_save "
+                "that train one of them alone: use VLLMEngine(), or a model with tie_word_embeddings=False"
+            )
         rank = dist.get_rank() if process_count() > 1 else 0
         with failing_together("a list of servers", EngineError):
             urls = self._list.wait(self.patience)
@@ -285,6 +292,7 @@ class VLLMServerEngine(WeightSender, Engine):
             vocabulary=push.description.vocabulary,
             has_tokenizer=push.has_tokenizer,
             placeholders=self._placeholders,
+            max_pictures=push.description.max_pictures,
         )
 
     async def _complete(self, request: Request, seat: Seat, oldest: int, *, logprobs: bool) -> Completion:

@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_rl.distributed import process_count
 from lightning_rl.generation.engine import Capabilities, Engine
 from lightning_rl.generation.sessions import Asked, Sessions
-from lightning_rl.generation.vllm import internals
+from lightning_rl.generation.vllm import internals, vllm_sampling
 from lightning_rl.generation.vllm.output_extras import (
     OutputExtras,
     available_extras,
@@ -145,6 +145,7 @@ class VLLMEngine(WeightSender, Engine):
             generates_ahead=not torch.cuda.is_available(),  # else its kernels wait for the trainer's
             collective=self._tensor_parallel > 1,
             pictures=True,
+            temperatures=vllm_sampling.TEMPERATURES,
         )
 
     @property
@@ -224,6 +225,8 @@ class VLLMEngine(WeightSender, Engine):
         config.name_or_path = ""
         pictures = processor_of(tokenizer)
         self._outgoing = VLLMWeights(model, lora=self.lora, pictures=pictures is not None)
+        if self._outgoing.unties:
+            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
         options = {**self._llm_options(model), "skip_tokenizer_init": tokenizer is None}
         processor = None if pictures is None else deepcopy(pictures.processor)
         if processor is not None:  # no norm of pixels in the model, whose constants are random with dummy weights
@@ -250,6 +253,9 @@ class VLLMEngine(WeightSender, Engine):
                 raise
             self._threads = torch.get_num_threads() if torch.cuda.is_available() else None
         served = self._llm.llm_engine.model_config
+        max_pictures = internals.max_pictures(self._llm.llm_engine.vllm_config)
+        if processor is not None:
+            vllm_sampling.check_pictures(max_pictures, "VLLMEngine")
         self.max_length = int(served.max_model_len)
         vocabulary = int(served.get_vocab_size())
         self._limits = Limits(
@@ -257,6 +263,7 @@ class VLLMEngine(WeightSender, Engine):
             vocabulary=vocabulary,
             has_tokenizer=tokenizer is not None,
             placeholders=placeholders_of(model.config),
+            max_pictures=max_pictures,
         )
         if tokenizer is not None:  # vLLM would choose a class by the type of the model
             self._llm.llm_engine.output_processor.tokenizer = tokenizer
@@ -332,7 +339,7 @@ class VLLMEngine(WeightSender, Engine):
         return completions[first : first + number]
 
     def _completion(self, request: Request, output: Any, *, logprobs: bool) -> Completion:
-        """Return the completion of a finished request, aborted if vLLM took a sampled placeholder for a picture.
+        """Return the completion of a finished request, aborted if vLLM replaced sampled tokens of its prompt.
 
         Raises:
             EngineError: If it answers another prompt.

@@ -1,7 +1,9 @@
 """Sampling parameters and finish reasons of vLLM, in process and over HTTP."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import translate
 from typing import Any
 
 from lightning_rl.generation.engine import EngineError
@@ -9,7 +11,7 @@ from lightning_rl.rollout import FinishReason
 from lightning_rl.samples import Request
 from lightning_rl.samples.media import pillow_images
 
-COLDEST = 0.01  # vLLM silently raises a lower temperature above 0 to this
+TEMPERATURES = 0.01, 2.0  # vLLM silently raises a lower temperature above 0
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 SCORING: dict[str, Any] = {
     "temperature": 0.0,
@@ -29,6 +31,7 @@ class Limits:
     vocabulary: int  # number of token ids
     has_tokenizer: bool  # can find stop strings
     placeholders: Collection[int] = ()  # token ids that stand for pictures
+    max_pictures: int | None  # in a prompt
 
     def check(self, request: Request) -> None:
         """Raise for a request that vLLM would truncate, change or fail at.
@@ -44,8 +47,14 @@ class Limits:
             )
         if min(ids) < 0 or max(ids) >= self.vocabulary:
             raise ValueError(f"expected token ids in [0, {self.vocabulary}), got {min(ids)}..{max(ids)} {where}")
-        if 0 < sampling.temperature < COLDEST:
-            raise ValueError(f"expected temperature 0 or at least {COLDEST}, got {sampling.temperature} {where}")
+        if sampling.temperature > 0 and not TEMPERATURES[0] <= sampling.temperature <= TEMPERATURES[1]:
+            raise ValueError(f"expected temperature 0 or within {TEMPERATURES}, got {sampling.temperature} {where}")
+        pictures = 0 if request.media is None else len(request.media.pictures)
+        if pictures > (self.max_pictures or 0):
+            raise ValueError(
+                f'expected at most {self.max_pictures} pictures, the limit_mm_per_prompt["image"] of vLLM, got '
+                f"{pictures} {where}: raise it, or shorten the row or conversation"
+            )
         if not 0 <= request.seed < 2**31:
             raise ValueError(f"expected a seed of 31 bits, got {request.seed} {where}")
         if sampling.stop and not self.has_tokenizer:
@@ -55,7 +64,9 @@ class Limits:
             )
 
     def reads(self, request: Request, prompt_ids: Sequence[int]) -> bool:
-        """Return True if vLLM read the request's prefix; False if it took a sampled placeholder for a picture.
+        """Return True if vLLM read the request's prefix; False if it replaced sampled tokens.
+
+        It takes a sampled placeholder for a picture, and merges newlines of Gemma 3.
 
         Args:
             request: Request.
@@ -69,15 +80,29 @@ class Limits:
         where, media = f"for sample {request.sample_id}", request.media
         if media is None:
             raise EngineError(f"expected vLLM to answer the prompt of the request, got another one {where}")
-        drawn = media.drawn.tolist()
-        if any(token in self.placeholders for token, own in zip(request.prefix_ids, drawn, strict=True) if own):
-            return False
+        sent = list(zip(request.prefix_ids, media.drawn.tolist(), strict=True))
         numbers = [sum(token in self.placeholders for token in ids) for ids in (request.prefix_ids, prompt_ids)]
+        pattern = "".join("*" if own else chr(256 + token) for token, own in sent)  # beyond characters with a meaning
+        text = "".join(chr(256 + token) for token in prompt_ids)
+        rewritten = numbers[0] == numbers[1] and re.match(translate(pattern), text)
+        if rewritten or any(own and token in self.placeholders for token, own in sent):
+            return False
         raise EngineError(
-            f"expected vLLM to write {numbers[0]} placeholders for {len(media.pictures)} pictures, as the trainer's "
-            f"processor, got {numbers[1]} in {len(prompt_ids)} tokens {where}: serve the model with the trainer's "
-            "processor, of the same files and versions"
+            f"expected vLLM to read {len(sent)} tokens with {numbers[0]} placeholders for {len(media.pictures)} "
+            f"pictures, as the trainer's processor writes them, got {len(prompt_ids)} with {numbers[1]} {where}: serve "
+            "the model with the trainer's processor, of the same files and versions"
         )
+
+
+def check_pictures(limit: int | None, where: str) -> None:
+    """Raise ValueError if vLLM reads no pictures, or not as the policy does; ``limit`` is its number in a prompt."""
+    if limit is None:
+        raise ValueError(
+            f"expected {where} to attend in both directions within a picture, as the policy does, got vLLM's attention "
+            "on a CPU, which is causal: use a GPU, or engine=TransformersEngine()"
+        )
+    if limit == 0:
+        raise ValueError(f"expected {where} to take pictures, got a limit of 0: remove the option that sets it")
 
 
 def prompt_of(request: Request) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.generation.vllm.server_client import Label, ServerClient
 from lightning_rl.generation.vllm.storage import WeightFolder
-from lightning_rl.generation.vllm.vllm_sampling import SCORING
+from lightning_rl.generation.vllm.vllm_sampling import SCORING, check_pictures
 from lightning_rl.generation.vllm.worker_extension import WorkerDescription
 from lightning_rl.generation.weights.canary import Canary, CanaryError, Rounding
 from lightning_rl.generation.weights.weight_folder import write_weights
 from lightning_rl.generation.weights.weight_stream import Shape, Weights
+from lightning_rl.policy.processor import processor_of
 from lightning_rl.utils.atomic_write import write_atomically
 from lightning_rl.utils.http import Unanswered, quote
 
@@ -210,6 +211,8 @@ class WeightPush:
         description = client.describe()
         policy = {"architecture": self._architecture, "vocabulary": self._vocabulary}
         _compare(client.url, description, policy, "the policy has")
+        if processor_of(self._tokenizer) is not None:
+            check_pictures(description.max_pictures, client.url)
         if description.max_lora_rank < self._lora_rank:
             raise ValueError(
                 f"expected {client.url} to take adapters of rank {self._lora_rank}, got at most "

@@ -36,6 +36,7 @@ class WorkerDescription(NamedTuple):
     logprobs_mode: str  # distribution of its log-probabilities
     generation_config: str  # source of its sampling defaults
     max_lora_rank: int  # of adapters; 0 if it takes none
+    max_pictures: int | None  # in a prompt; None where it reads them in another way than the model
 
 
 class WeightLoader:
@@ -61,6 +62,7 @@ class WeightLoader:
             logprobs_mode=str(model.logprobs_mode),
             generation_config=str(model.generation_config),
             max_lora_rank=0 if lora is None else int(lora.max_lora_rank),
+            max_pictures=internals.max_pictures(self.vllm_config),
         )._asdict()
 
     def lightning_rl_compare(self, sent: Sequence[Sequence[Any]]) -> dict[str, str]:

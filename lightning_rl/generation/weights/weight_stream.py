@@ -40,6 +40,27 @@ def add_aliases(weights: Weights, aliases: Mapping[str, str]) -> Iterator[tuple[
                 yield alias, weight
 
 
+def copied_names_of(model: PreTrainedModel) -> dict[str, str]:
+    """Return the plain name of each tensor in a module that peft trains as a copy; empty for one that nothing reads.
+
+    A frozen weight that a tied head still reads has the name of the head's.
+    """
+    copied: dict[str, str] = {
+        path: cast(Any, module).active_adapters[0]
+        for path, module in model.named_modules()
+        if "modules_to_save" in module._modules  # noqa: SLF001
+    }
+    ties = {source: alias for alias, source in aliases_of(model).items() if alias.rpartition(".")[0] not in copied}
+    names = dict[str, str]()
+    for name, _ in [*model.named_parameters(), *persistent_buffers(model)]:
+        for path, active in copied.items():
+            if name.startswith(copy := f"{path}.modules_to_save.{active}."):
+                names[name] = f"{path}.{name.removeprefix(copy)}"
+            elif name.startswith(f"{path}."):
+                names[name] = ties.get(name.replace(".original_module.", "."), "")
+    return names
+
+
 def saved_name_in(model: PreTrainedModel) -> Callable[[str], str]:
     """Return a function from the name of a parameter to the name that it has in files of a multimodal checkpoint.
 
@@ -53,7 +74,7 @@ def saved_name_in(model: PreTrainedModel) -> Callable[[str], str]:
 
 
 def adapter_scales(model: nn.Module) -> dict[str, float]:
-    """Return the scaling of each LoRA layer by the layer's name.
+    """Return the scaling of each LoRA layer by the layer's name, without the modules that peft trains as copies.
 
     Raises:
         ValueError: If an adapter is not one plain LoRA product added to a linear layer.
@@ -61,14 +82,16 @@ def adapter_scales(model: nn.Module) -> dict[str, float]:
     layers = set(map(id, adapters_of(model)))
     scales: dict[str, float] = {}
     for name, module in model.named_modules():
-        if id(module) not in layers:
+        if id(module) not in layers or "modules_to_save" in module._modules:  # noqa: SLF001
             continue
         layer = cast(Any, module)
         special = any(len(getattr(layer, kind, ())) for kind in ("lora_magnitude_vector", "lora_embedding_A"))
         base = getattr(layer, "base_layer", None)
         plain = isinstance(base, nn.Linear) and not getattr(layer, "fan_in_fan_out", False)
         if special or not plain or len(layer.active_adapters) != 1:
-            raise ValueError(f"expected one plain LoRA adapter on a linear layer, got another kind at {name}")
+            raise ValueError(
+                f"expected one plain LoRA adapter on a linear layer, got another at {name}: use TransformersEngine()"
+            )
         scales[name] = float(layer.scaling[layer.active_adapters[0]])
     return scales
 

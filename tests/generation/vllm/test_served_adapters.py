@@ -9,6 +9,7 @@ import torch
 from generation.vllm.served_engines import the_model
 from kit.engine_requests import launch, request_of
 from kit.scripted_server import KEY, Answer, ScriptedServer, servers
+from kit.support import tiny_policy
 from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
@@ -50,6 +51,14 @@ def draw(engine: VLLMServerEngine) -> Completion:
 
 def version_of(name: str) -> int:
     return int(name.rpartition("/")[2])
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_a_copy_of_a_tied_head_is_refused_because_servers_have_none() -> None:
+    config = LoraConfig(r=2, target_modules=TARGETS, modules_to_save=["lm_head"])
+    model = base_model_of(get_peft_model(tiny_policy(tie_word_embeddings=True), config))
+    with pytest.raises(ValueError, match=r"expected embeddings and vocabulary head with one weight, .* tie_word_emb"):
+        launch(VLLMServerEngine("http://127.0.0.1:1"), model)
 
 
 @pytest.mark.parametrize("transfer", ["file", "broadcast"])

@@ -10,10 +10,12 @@ import torch
 from generation.vllm.served_engines import an_engine, the_model
 from kit.engine_requests import launch, request_of
 from kit.scripted_server import VOCABULARY, Answer, ScriptedServer, servers
+from kit.vision import PROCESSORS
 
 from lightning_rl import EngineError, FinishReason, VLLMServerEngine
 from lightning_rl.generation import EngineState, Request
 from lightning_rl.generation.vllm.server_client import Label
+from lightning_rl.policy.processor import attach
 from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS
 
 
@@ -103,6 +105,24 @@ def test_an_unsuitable_server_is_refused_at_the_start(
 
 
 @pytest.mark.parametrize(
+    ("max_pictures", "message"),
+    [
+        pytest.param(0, r"expected http://.* to take pictures, got a limit of 0: remove the option", id="none"),
+        pytest.param(None, r"expected http://.* to attend in both directions within a picture, as the", id="causal"),
+    ],
+)
+def test_a_server_that_does_not_read_pictures_as_the_policy_does_is_refused(
+    max_pictures: int | None, message: str
+) -> None:
+    server = ScriptedServer(max_pictures=max_pictures)
+    with servers(server):
+        engine = an_engine(server, started=False)
+        with pytest.raises(ValueError, match=message):
+            launch(engine, the_model(), attach(PROCESSORS["qwen2_5_vl"]()))
+        engine.close()
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         pytest.param({"servers": []}, "expected URLs of one or more servers", id="none"),
@@ -121,7 +141,7 @@ def test_arguments_are_checked_at_construction(arguments: dict[str, Any], messag
     [
         pytest.param({"prefix_ids": (5,) * 62}, r"within 64 tokens, got 62 \+ 4 for sample 100", id="too-long"),
         pytest.param({"prefix_ids": (5, VOCABULARY)}, r"ids in \[0, 16\), got 5..16", id="unknown-id"),
-        pytest.param({"temperature": 0.005}, "temperature 0 or at least 0.01", id="raised-silently"),
+        pytest.param({"temperature": 0.005}, r"temperature 0 or within \(0.01, 2.0\)", id="raised-silently"),
         pytest.param({"seed": -1}, "a seed of 31 bits", id="unseeded-silently"),
         pytest.param({"stop": ("x",)}, "expected a tokenizer", id="stop-without-tokenizer"),
     ],

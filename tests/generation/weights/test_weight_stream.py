@@ -1,7 +1,8 @@
 """Weight streams: aliases, merged adapters, copies, and what is compared before anything is loaded."""
 
+import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from kit.support import tiny_model, tiny_policy
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
+from lightning_rl.generation.vllm.vllm_weights import VLLMWeights
 from lightning_rl.generation.weights.weight_stream import (
     Checksums,
     WeightPlan,
@@ -23,11 +25,11 @@ from lightning_rl.generation.weights.weight_stream import (
 from lightning_rl.policy.lora import base_model_of, merge_adapters
 
 
-def adapted(**options: Any) -> nn.Module:
+def adapted(*, tied: bool = False, **options: Any) -> nn.Module:
     known: dict[str, Any] = {"r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"], **options}
-    model = get_peft_model(tiny_policy(), LoraConfig(**known))
+    model = get_peft_model(tiny_policy(tie_word_embeddings=tied), LoraConfig(**known))
     for name, parameter in model.named_parameters():
-        if "lora_" in name:
+        if "lora_" in name or "modules_to_save" in name:
             nn.init.normal_(parameter, std=0.3)
     return model
 
@@ -41,6 +43,39 @@ def test_merged_adapters_are_the_weights_that_peft_merges(options: dict[str, Any
     assert set(found) == set(expected)
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight)
+
+
+@pytest.mark.parametrize("copies", [["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head"], ["norm"]], ids=str)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_modules_that_train_as_copies_are_sent_under_their_own_names(copies: list[str], *, tied: bool) -> None:
+    model = adapted(tied=tied, modules_to_save=copies)
+    inner = base_model_of(model)
+    outgoing = VLLMWeights(inner, lora="merged", pictures=False)
+    assert outgoing.unties is (tied and copies != ["norm"])
+    pairs = [(name, weight.clone()) for name, weight in outgoing(inner.named_parameters())]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft says that merged weights are tied no longer
+        expected = merge_adapters(model).state_dict()
+    assert sorted(name for name, _ in pairs) == sorted(expected)
+    for name, weight in pairs:
+        torch.testing.assert_close(weight, expected[name])
+
+
+def test_copies_that_stay_tied_are_sent_as_one_weight() -> None:
+    both = ["embed_tokens", "lm_head"]
+    inner = base_model_of(adapted(tied=True, modules_to_save=both, ensure_weight_tying=True))
+    outgoing = VLLMWeights(inner, lora="merged", pictures=False)
+    sent = dict(outgoing(inner.named_parameters()))
+    assert not outgoing.unties and sent["lm_head.weight"] is sent["model.embed_tokens.weight"]
+    assert sent["lm_head.weight"] is cast(Any, inner).lm_head.weight
+
+
+def test_a_module_that_trains_as_a_copy_is_no_adapter_to_be_sent_alone() -> None:
+    inner = base_model_of(adapted(modules_to_save=["lm_head"]))
+    message = r'frozen base, got lm_head\.modules_to_save\.default\.weight that trains as well: use lora="merged"'
+    with pytest.raises(ValueError, match=message):
+        VLLMWeights(inner, lora="adapter", pictures=False)
 
 
 def test_a_merged_weight_is_emitted_at_the_place_of_its_layer() -> None:
@@ -68,7 +103,7 @@ def test_half_an_adapter_is_refused() -> None:
 def test_adapters_of_other_kinds_are_refused() -> None:
     inner = base_model_of(adapted(use_dora=True))
     with pytest.raises(
-        ValueError, match=r"one plain LoRA adapter on a linear layer, got another kind at model.layers.0"
+        ValueError, match=r"one plain LoRA adapter on a linear layer, got another at model.layers.0.*: use Transf"
     ):
         adapter_scales(inner)
 
