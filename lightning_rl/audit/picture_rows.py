@@ -43,6 +43,17 @@ def _has_own_outputs(prompt: Prompt, processor: PictureProcessor, text: str) -> 
     )
 
 
+def is_same(ours: Media | None, theirs: Media | None) -> bool:
+    """Return True for the same pictures with the same arguments of the model."""
+    if ours is None or theirs is None or ours is theirs:
+        return ours is theirs
+    return (
+        ours.key == theirs.key
+        and ours.items.keys() == theirs.items.keys()
+        and all(torch.equal(value, theirs.items[name]) for name, value in ours.items.items())
+    )
+
+
 def value_text(value: Any) -> str:
     """Return a text of a value of a column, in which pictures of Pillow stand for their pixels, not for their place."""
     if is_picture(value) and not isinstance(value, dict):

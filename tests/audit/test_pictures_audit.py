@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_rl import FinishReason, ModelOptions, PromptDataModule, RLLightningModule, SamplingParams
 from lightning_rl.audit import SignalAudit
-from lightning_rl.data import encoding
+from lightning_rl.data import Prompt, encoding
 from lightning_rl.environments import (
     Action,
     Conversations,
@@ -29,6 +29,8 @@ from lightning_rl.environments import (
     TokenStep,
 )
 from lightning_rl.environments.messages import MessageEnvironment
+from lightning_rl.environments.run_environments import Environments
+from lightning_rl.evaluation.questions import Questions
 from lightning_rl.fields import Items, Ragged
 from lightning_rl.policy import media, model
 from lightning_rl.policy.processor import PictureProcessor
@@ -40,7 +42,14 @@ import vision_task as task
 
 
 def findings(
-    folder: Path, *, steps: int = 2, minibatches: int = 1, staleness: int = 0, resumes: bool = False, **options: Any
+    folder: Path,
+    *,
+    steps: int = 2,
+    minibatches: int = 1,
+    staleness: int = 0,
+    resumes: bool = False,
+    val_check_interval: int | None = None,
+    **options: Any,
 ) -> list[dict[str, Any]]:
     module = RLLightningModule(
         policy=partial(task.untrained_policy, 0),
@@ -55,6 +64,7 @@ def findings(
     data = PromptDataModule(task.color_rows(32, seed=0), 8, **options)
     saves = [ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")] if staleness else []
     known: dict[str, Any] = {"default_root_dir": folder, "enable_checkpointing": bool(saves), "max_steps": steps}
+    known |= {} if val_check_interval is None else {"val_check_interval": val_check_interval}
     ckpt_path = folder / "step=2.ckpt" if resumes else None
     fit(module, callbacks=[SignalAudit(), *saves], data=data, ckpt_path=ckpt_path, **known)
     files = list(folder.rglob("findings-*.jsonl"))
@@ -132,6 +142,27 @@ def test_a_picture_with_exchanged_colors_is_found(tmp_path: Path, monkeypatch: p
     held_out = task.color_rows(8, seed=9)
     found = {each["check"]: each["observed"] for each in findings(tmp_path, validation=held_out)}
     assert list(found) == ["picture_source"] and found["picture_source"].endswith("of the validation set")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_evaluation_that_asks_for_the_pictures_of_the_next_question_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens = Questions.open
+
+    def roll(self: Questions, *given: Any) -> list[Trajectory]:
+        made = opens(self, *given)
+        media = [each.request.media for each in made]
+        pairs = zip(made, [*media[1:], media[0]], strict=True)
+        return [replace(each, request=replace(each.request, media=other)) for each, other in pairs]
+
+    held_out = task.color_rows(8, seed=9)
+    assert findings(tmp_path, minibatches=2, validation=held_out, val_check_interval=1) == []
+    monkeypatch.setattr(Questions, "open", roll)
+    found = findings(tmp_path, minibatches=2, validation=held_out, val_check_interval=1)
+    assert {(each["check"], each["culprit"]) for each in found} == {
+        ("logged_evaluations", "the requests of evaluation validation")
+    }
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -213,6 +244,15 @@ class Opens(Shots):
     opens = True
 
 
+class Places(Shots):
+    """Begins with another message, in which a place stands for the picture of the row."""
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
+        super().reset(row, seed)
+        return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "red"}]}]
+
+
 class Rewrites(Shots):
     """Shows each picture in a new context."""
 
@@ -268,6 +308,7 @@ def findings_of_turns(folder: Path, environment: type[Environment], family: str 
     ("environment", "family"),
     [
         (Words, "qwen2_5_vl"),
+        (Places, "qwen2_5_vl"),
         (Shots, "internvl"),
         (Opens, "llava_next"),
         (Rewrites, "qwen3_vl"),
@@ -311,13 +352,39 @@ def reverse_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trajectory, "media_of", reversed_pictures)
 
 
+def pictures_of_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every conversation begins with the pictures of the row that was opened last."""
+    opens, in_tokens, last = Environments.open, Environments.in_tokens, dict[str, Any]()
+
+    def note(self: Environments, wanted: Trajectory) -> Any:
+        last["media"] = wanted.prompt.media
+        return opens(self, wanted)
+
+    def begin(self: Environments, made: Any, prompt: Prompt) -> Any:
+        return in_tokens(self, made, replace(prompt, media=last.get("media", prompt.media)))
+
+    monkeypatch.setattr(Environments, "open", note)
+    monkeypatch.setattr(Environments, "in_tokens", begin)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("fault", [first_screen_again, reverse_turns])
+@pytest.mark.parametrize(
+    ("fault", "environment"),
+    [
+        (first_screen_again, Shots),
+        (reverse_turns, Shots),
+        (pictures_of_the_last_row, Shots),
+        (pictures_of_the_last_row, Places),
+    ],
+)
 def test_a_turn_with_other_pictures_than_its_environment_showed_is_found(
-    fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: Callable[[pytest.MonkeyPatch], None],
+    environment: type[Environment],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fault(monkeypatch)
-    (found,) = [each for each in findings_of_turns(tmp_path, Shots) if each["check"] == "environment_replays"]
+    (found,) = [each for each in findings_of_turns(tmp_path, environment) if each["check"] == "environment_replays"]
     assert found["culprit"].startswith("stage generate") and found["observed"].endswith(": pictures")
 
 

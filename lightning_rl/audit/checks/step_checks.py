@@ -50,7 +50,10 @@ def resumed_state(evidence: Evidence) -> Sequence[Finding]:
 
 @check(cure="", of_step=True)
 def logged_evaluations(evidence: Evidence) -> Sequence[Finding]:
-    """``reward/task`` and ``pass@k`` of an evaluation follow from its rewards, and one sample per prompt is greedy."""
+    """``reward/task`` and ``pass@k`` of an evaluation follow from its rewards, and one sample per prompt is greedy.
+
+    Each request has the tokens and pictures of its prompt.
+    """
     return [edit for edit in evidence.edits if edit.check == "logged_evaluations"]
 
 
