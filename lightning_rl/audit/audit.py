@@ -439,7 +439,9 @@ class _RunWatch:
             draws=draws,
             earlier=self._earlier,
             stream_prompts=self._prompts.of_stream(rollout),
-            strange_pictures=self._prompts.strange_pictures(rollout),
+            strange_pictures=self._prompts.strange_pictures(
+                rollout, [one.turns[-1][0] for one in conversations if one.turns and one.messages], self._number
+            ),
             strange_columns=self._prompts.strange_columns(self.calls, samples),
             reward_prompts=self._prompts.of_rewards(self.calls, samples),
             repeats=self._prompts.repeats(rollout, self._number, self.calls, samples),
@@ -533,6 +535,7 @@ class _RunWatch:
         evidence = replace(evidence, algorithm=self._algorithm or evidence.algorithm)
         collectives, rank = live.parallel.collectives, live.parallel.rank
         step = StepEvidence.of(trace, evidence.rollout, evidence.algorithm.reduction, collectives, rank)
+        step.other_inputs = StepEvidence.inputs_of_others(trace, evidence.rollout, packed=live.models.options.packing)
         self._passes[trace.step] = step.rows.sample_ids
         step.planned, step.passes = self._rows_of_plan(trace.step), dict(self._passes)
         recompute_step(evidence, step)

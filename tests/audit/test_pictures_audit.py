@@ -32,8 +32,9 @@ from lightning_rl.environments.messages import MessageEnvironment
 from lightning_rl.environments.run_environments import Environments
 from lightning_rl.evaluation.questions import Questions
 from lightning_rl.fields import Items, Ragged
-from lightning_rl.policy import media, model
-from lightning_rl.policy.processor import PictureProcessor
+from lightning_rl.policy import Layout, Microbatch, media, model
+from lightning_rl.policy.plan import Plan
+from lightning_rl.policy.processor import PictureProcessor, processor_of
 from lightning_rl.rollouts import ahead, collector
 from lightning_rl.samples import Trajectory
 
@@ -213,6 +214,31 @@ def test_pictures_at_other_positions_or_in_another_order_are_refused_at_setup(
     fault(monkeypatch)
     with pytest.raises(ValueError, match="as alone with pictures"):
         findings(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ["media.items.pixel_values", "media.types.mm_token_type_ids", "position_ids"])
+def test_inputs_of_a_later_step_that_are_not_those_of_its_rows_are_found(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Plan.step
+
+    def roll(layout: Layout) -> Layout:
+        shown, key = layout.media, name.rpartition(".")[2]
+        assert shown is not None
+        if key == "position_ids":
+            return replace(layout, position_ids=layout.position_ids.roll(1, -1))
+        if key in shown.types:
+            return replace(layout, media=replace(shown, types={**shown.types, key: shown.types[key].roll(1, 1)}))
+        return replace(layout, media=replace(shown, items={**shown.items, key: shown.items[key].roll(1, 0)}))
+
+    def of_another(self: Plan, number: int) -> tuple[Microbatch, ...]:
+        own = step(self, number)
+        return own if number % 2 == 0 else tuple(replace(each, layout=roll(each.layout)) for each in own)
+
+    monkeypatch.setattr(Plan, "step", of_another)
+    found = [each for each in findings(tmp_path, minibatches=2) if each["check"] == "step_rows"]
+    assert len(found) == 1 and name in found[0]["observed"]
 
 
 class Shots(Environment):
@@ -398,5 +424,62 @@ def test_pictures_that_the_processor_does_not_get_as_they_are_are_found(
         return call(self, text, [picture[::2, ::2] for picture in pictures], name)
 
     monkeypatch.setattr(PictureProcessor, "_call", halve)
+    (found,) = findings(tmp_path)
+    assert found["check"] == "picture_source" and "the processor of pictures" in found["culprit"]
+
+
+def rescale_pictures_of_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures of environments are scaled to [0, 1] twice."""
+    expand = PictureProcessor.expand
+
+    def rescale(self: PictureProcessor, *given: Any) -> Any:
+        part, factor = self.processor.image_processor, self.processor.image_processor.rescale_factor
+        part.rescale_factor = factor / 255
+        try:
+            return expand(self, *given)
+        finally:
+            part.rescale_factor = factor
+
+    monkeypatch.setattr(PictureProcessor, "expand", rescale)
+
+
+def blur_pictures_of_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor gets other pictures of environments than those that are recorded."""
+    expand = PictureProcessor.expand
+
+    def blur(self: PictureProcessor, token_ids: Any, pictures: Any, name: str) -> Any:
+        ids, found = expand(self, token_ids, [picture // 16 * 16 for picture in pictures], name)
+        return ids, found and replace(found, pictures=tuple(pictures))
+
+    monkeypatch.setattr(PictureProcessor, "expand", blur)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("fault", [rescale_pictures_of_conversations, blur_pictures_of_conversations])
+@pytest.mark.parametrize(("environment", "family"), [(Shots, "qwen2_5_vl"), (Opens, "gemma3")])
+def test_pictures_of_conversations_that_the_processor_reads_otherwise_are_found(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    environment: type[Environment],
+    family: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fault(monkeypatch)
+    (found,) = findings_of_turns(tmp_path, environment, family)
+    assert found["check"] == "picture_source" and found["observed"].endswith("of the conversations")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_options_of_the_processor_that_change_during_a_run_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens = collector.Collector.open
+
+    def change(self: Any, *given: Any, **options: Any) -> Any:
+        processor: Any = processor_of(self.tokenizer)
+        processor.processor.image_processor.image_mean = [0.0, 0.0, 0.0]
+        return opens(self, *given, **options)
+
+    monkeypatch.setattr(collector.Collector, "open", change)
     (found,) = findings(tmp_path)
     assert found["check"] == "picture_source" and "the processor of pictures" in found["culprit"]
