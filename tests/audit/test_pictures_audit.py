@@ -241,6 +241,21 @@ def test_inputs_of_a_later_step_that_are_not_those_of_its_rows_are_found(
     assert len(found) == 1 and name in found[0]["observed"]
 
 
+def detach_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Embeddings get no gradient from rows with pictures."""
+    hidden_states = model._hidden_states  # noqa: SLF001
+
+    def without(backbone: Any, layout: Layout, *given: Any, whole: Any = None) -> Any:
+        if layout.media is None or whole is None:
+            return hidden_states(backbone, layout, *given, whole=whole)
+        embeddings = whole.get_input_embeddings()
+        handle = embeddings.register_forward_hook(lambda _module, _inputs, output: output.detach())
+        with handle:
+            return hidden_states(backbone, layout, *given, whole=whole)
+
+    monkeypatch.setattr(model, "_hidden_states", without)
+
+
 class Shots(Environment):
     """Shows a picture of one of the row's colors after each of two answers."""
 
@@ -483,3 +498,13 @@ def test_options_of_the_processor_that_change_during_a_run_are_found(
     monkeypatch.setattr(collector.Collector, "open", change)
     (found,) = findings(tmp_path)
     assert found["check"] == "picture_source" and "the processor of pictures" in found["culprit"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("run", [findings, partial(findings_of_turns, environment=Shots)], ids=["prompts", "replies"])
+def test_embeddings_without_a_gradient_from_rows_with_pictures_are_found(
+    run: Callable[..., list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    detach_embeddings(monkeypatch)
+    found = {each["check"]: each["observed"] for each in run(tmp_path)}
+    assert "a gradient of the embeddings" in found["token_gradients"]

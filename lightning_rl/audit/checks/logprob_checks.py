@@ -29,7 +29,9 @@ def logprob_alignment(evidence: Evidence) -> Iterator[Finding | Skip]:
     if outputs is None or not len(rows):
         yield Skip(NO_ROWS if outputs is not None else NO_POLICY)
     elif not evidence.plain:
-        yield Skip("the policy is sharded, a correction wraps forwards in a context, or replies have pictures")
+        yield Skip(
+            "the policy is sharded, a correction wraps forwards in a context, or rewritten contexts have pictures"
+        )
     findings = [
         *_misalignments(evidence, "old_logprobs", rows.old_logprobs, "policy", BEFORE),
         *_misalignments(evidence, "ref_logprobs", rows.ref_logprobs, "reference", REFERENCE),
@@ -72,18 +74,20 @@ def _misalignments(evidence: Evidence, name: str, field: Tensor | None, model: s
 def token_gradients(evidence: Evidence) -> Iterator[Finding | Skip]:
     """Every token contributes to the gradient of the update's forward, also the last one.
 
-    The gradient of log-probabilities at both ends of responses with respect to a few small parameters equals that of
-    the model's plain forward.
+    The gradient of log-probabilities at both ends of responses with respect to a few small parameters, and to the
+    embeddings, equals that of the model's plain forward.
     """
     if len(evidence.token_gradients) < 3:
         yield Skip("no small parameter trains, the checked rows are long, or there is no plain forward")
         return
-    (ours, plain, scores), tolerance = evidence.token_gradients, evidence.facts.tolerance
-    away, size = float((ours - plain).norm()), float(plain.norm())
-    if away > tolerance * (
-        FAR * size + float(scores.norm()) / 10
-    ):  # little of the score's gradient remains at near-certain tokens
-        yield Finding(observed=f"a gradient that differs by {away / size if size else 1.0:.3g} of its norm")
+    tolerance, parts = evidence.facts.tolerance, iter(evidence.token_gradients)
+    for of, ours, plain, scores in zip(("", " of the embeddings"), parts, parts, parts, strict=False):
+        away, size = float((ours - plain).norm()), float(plain.norm())
+        if away > tolerance * (
+            FAR * size + float(scores.norm()) / 10
+        ):  # little of the score's gradient remains at near-certain tokens
+            yield Finding(observed=f"a gradient{of} that differs by {away / size if size else 1.0:.3g} of its norm")
+            return
 
 
 @check(culprit="engine {engine}", cure="check load_weights, the prefix cache and the temperature of the engine")
