@@ -419,7 +419,10 @@ class _RunWatch:
             earlier=self._earlier,
             part=part_of(self._place),
         )
-        outputs = policy_outputs(live, rows)
+        outputs, engine, apart = policy_outputs(live, rows), rows.rollout_logprobs, list[int]()
+        if outputs is not None and engine is not None:
+            gaps = torch.where(rows.valid_tokens, (engine - outputs.logprobs).abs(), 0.0).sum(-1)
+            apart = [int(gaps.argmax())] if bool((gaps > facts.tolerance).any()) else []
         weights, reference_scores = self._look_at_reference() if self._looks_at("reference_stays") else ((), ())
         self.evidence = Evidence(
             algorithm=repeatable(live.algorithm, self._corrections),
@@ -450,7 +453,7 @@ class _RunWatch:
             numbers=live.parallel.collectives.objects(
                 {callback.name: numbers_of(callback) for callback in self._corrections if callback.affects}
             ),
-            plain=plain_forwards(live, rows) if self._looks_at("logprob_alignment") else (),
+            plain=plain_forwards(live, rows, apart) if apart or self._looks_at("logprob_alignment") else (),
             token_gradients=token_gradients(live, rows) if self._looks_at("token_gradients") else (),
             written=unsampled_tokens(live.environments, conversations, self._number),
             words_logprob=words_logprob(partial(policy_outputs, live), live.parallel.collectives, rollout)

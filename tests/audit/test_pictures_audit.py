@@ -32,7 +32,7 @@ from lightning_rl.environments.messages import MessageEnvironment
 from lightning_rl.environments.run_environments import Environments
 from lightning_rl.evaluation.questions import Questions
 from lightning_rl.fields import Items, Ragged
-from lightning_rl.policy import Layout, Microbatch, media, model
+from lightning_rl.policy import Layout, Microbatch, media, model, packing
 from lightning_rl.policy.plan import Plan
 from lightning_rl.policy.processor import PictureProcessor, processor_of
 from lightning_rl.rollouts import ahead, collector
@@ -508,3 +508,30 @@ def test_embeddings_without_a_gradient_from_rows_with_pictures_are_found(
     detach_embeddings(monkeypatch)
     found = {each["check"]: each["observed"] for each in run(tmp_path)}
     assert "a gradient of the embeddings" in found["token_gradients"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_pictures_that_the_trainer_alone_leaves_out_are_not_the_engines_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = packing.media_inputs
+
+    def of_first_row(rows: Any, *given: Any, **options: Any) -> Any:
+        has_some = any(int(value.counts[0]) for value in rows.prompt_items.values())
+        return inputs(rows, *given, **options) if has_some else None
+
+    monkeypatch.setattr(packing, "media_inputs", of_first_row)
+    module = RLLightningModule(
+        policy=partial(vision_model, "qwen2_5_vl"),
+        tokenizer=PROCESSORS["qwen2_5_vl"](),
+        rewards=task.color_named,
+        sampling=SamplingParams(max_new_tokens=6),
+        optimizer=partial(AdamW, lr=1e-3),
+        group_size=4,
+    )
+    words = {"prompt": [{"role": "user", "content": "one two three " * 8}], "answer": "red"}
+    shown = {"prompt": [{"role": "user", "content": "what color"}], "images": [picture("red")], "answer": "red"}
+    audit, data = SignalAudit(1), PromptDataModule([words, shown] * 8, 8)
+    fit(module, callbacks=[audit], data=data, max_steps=2, default_root_dir=tmp_path)
+    found = [each.culprit for each in audit.findings if each.check == "weight_sync"]
+    assert found and all("the policy's forward on several rows" in each for each in found)

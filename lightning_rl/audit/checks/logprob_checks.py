@@ -14,6 +14,8 @@ NO_POLICY = "there is no policy, or a callback's forward_context cannot be repea
 
 BEFORE = "stage score, the policy before the update"
 UPDATE = "stage update, the policy's forward"
+TRAINER = "stages score and update, the policy's forward on several rows, as its forward on one has the engine's values"
+BY_ROW = "read each row with its own tokens, positions and pictures, independent of the rows beside it"
 REFERENCE = "stage score, the reference"
 FAINT = 0.01  # a change that is none, relative to another one
 FAR = 2.0  # a gradient is a difference of values with a tolerance in nats
@@ -108,10 +110,16 @@ def weight_sync(evidence: Evidence) -> Iterator[Finding | Skip]:
     mean = float(gap.sum() / fresh.sum().clamp(min=1))
     if mean > tolerance or bool((per_row > 5 * tolerance).any()):
         worst, read = int(per_row.argmax()), "pictures that it reads otherwise, " * bool(rows.prompt_items)
+        why = f": other weights, a stale cache, {read}or another temperature"
+        pairs = ("logprobs", evidence.outputs.logprobs), ("rollout_logprobs", rows.rollout_logprobs)
+        ours, theirs = (any(_misalignments(evidence, *pair, "policy", TRAINER)) for pair in pairs)
+        of_trainer = ours and not theirs
         yield Finding(
+            culprit=TRAINER if of_trainer else "",
+            cure=BY_ROW if of_trainer else "",
             expected=f"log-probabilities within {tolerance:.2g} nats of the policy's",
-            observed=f"{mean:.3g} nats apart on average, {float(per_row[worst]):.3g} in one row: other "
-            f"weights, a stale cache, {read}or another temperature",
+            observed=f"{mean:.3g} nats apart on average, {float(per_row[worst]):.3g} in one row"
+            + why * (not of_trainer),
             samples=[int(rows.sample_ids[worst])],
             positions=[int(gap[worst].argmax())],
         )
