@@ -189,7 +189,7 @@ def accumulate_gradient(
         view = view_of(microbatch)
         if prepared is not None:
             view = view.replace(prepared=prepared[number])
-        traced = None if trace is None else trace.follow(view)
+        traced = None if trace is None else trace.follow(view, microbatch.entries(), microbatch.layout.tensors())
         loss = algorithm.microbatch_loss(view, lambda reduction: weights.of(reduction, microbatch))
         if traced is not None:
             traced.parts = loss.parts

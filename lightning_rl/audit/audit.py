@@ -278,28 +278,41 @@ class SignalAudit(RLCallback):
             self._run.evaluations.end({name: float(value) for name, value in trainer.callback_metrics.items()})
         self._count(begin)
 
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if (run := self._run) is not None:  # a validation after the last step
+            names, begin = {check.name for check in self.checks}, time.perf_counter()
+            left = [finding for finding in run.evaluations.take() if finding.check in names]
+            self._publish(left, run.evidence, begin)
+
     def _report(self, evidence: Evidence, begin: float, *, of_step: bool) -> None:
-        """Run the checks, save evidence, and warn or raise on all ranks. A collective."""
-        run, number = cast(_RunWatch, self._run), evidence.number
-        turn = run.checks_in_turn(of_step=of_step)
+        """Run the checks, and publish their findings. A collective."""
+        turn = cast(_RunWatch, self._run).checks_in_turn(of_step=of_step)
         findings, skipped = judge(turn, evidence)
-        self.declared += [finding for finding in findings if str(finding).startswith(self.deliberate)]
-        findings = [finding for finding in findings if not str(finding).startswith(self.deliberate)]
-        self.findings += findings
         for check in turn:
             self.skipped.pop(check.name, None)
         self.skipped |= skipped
-        text = ""
-        if findings:
+        self._publish(findings, evidence, begin)
+
+    def _publish(self, findings: Sequence[Finding], evidence: Evidence | None, begin: float) -> None:
+        """Save the evidence of findings, and warn or raise on all ranks. A collective."""
+        run = cast(_RunWatch, self._run)
+        self.declared += [finding for finding in findings if str(finding).startswith(self.deliberate)]
+        findings = [finding for finding in findings if not str(finding).startswith(self.deliberate)]
+        self.findings += findings
+        lines = [*map(str, findings)]
+        if findings and evidence is not None:
             run.found += findings
             path = save(run.live, evidence, run.found, Path(run.live.trainer.default_root_dir) / FOLDER, run.suffix)
-            text = visible("\n".join([*map(str, findings), f"Evidence: {path}"]))
+            lines.append(f"Evidence: {path}")
+        text = visible("\n".join(lines))
         texts = [text for text in process_objects(text) if text]
         self._count(begin)
         if texts and self.mode == "raise":
             raise AuditError("\n".join(texts))
         if findings:
-            warnings.warn(f"the audit of rollout {number} found\n{text}", stacklevel=2)
+            name = f"rollout {evidence.number}" if evidence is not None else "evaluations"
+            warnings.warn(f"the audit of {name} found\n{text}", stacklevel=2)
 
     def _count(self, begin: float) -> None:
         spent = time.perf_counter() - begin
@@ -334,7 +347,7 @@ class _RunWatch:
         self._fixed_scores: Tensor | None = None
         self._conversation_figures: dict[str, Stat] = {}
         self._own_figures: dict[str, Stat] = {}
-        self._evidence: Evidence | None = None
+        self.evidence: Evidence | None = None
         self._step: StepEvidence | None = None
         self._algorithm: Algorithm | None = None
         self._scheduled: int | None = None
@@ -350,7 +363,7 @@ class _RunWatch:
     def note_evaluations(self) -> None:
         """Record the reward calls of a batch of evaluations."""
         if self.live.parallel.ranks == 1 and self.live.environments is None:
-            self.evaluations.note_batch(self.live.evaluator.latest_calls)
+            self.evaluations.note_batch(self.live.evaluator.latest_batch)
 
     def compare_with_checkpoint(self, checkpoint: Fingerprint) -> None:
         """Compare the state before the first optimizer step with the checkpoint that was loaded."""
@@ -375,7 +388,7 @@ class _RunWatch:
         self._step = self._algorithm = None
         if step_index.step == 0:
             self.audited, self._number = audited, step_index.rollout
-            self.batches, self.calls, self.rounds, self.found, self._evidence, self._passes = [], [], [], [], None, {}
+            self.batches, self.calls, self.rounds, self.found, self.evidence, self._passes = [], [], [], [], None, {}
             self.fields.state.active = audited
             self.fields.arm() if audited else self.fields.end()
             if audited:
@@ -406,9 +419,12 @@ class _RunWatch:
             earlier=self._earlier,
             part=part_of(self._place),
         )
-        outputs = policy_outputs(live, rows)
+        outputs, engine, apart = policy_outputs(live, rows), rows.rollout_logprobs, list[int]()
+        if outputs is not None and engine is not None:
+            gaps = torch.where(rows.valid_tokens, (engine - outputs.logprobs).abs(), 0.0).sum(-1)
+            apart = [int(gaps.argmax())] if bool((gaps > facts.tolerance).any()) else []
         weights, reference_scores = self._look_at_reference() if self._looks_at("reference_stays") else ((), ())
-        self._evidence = Evidence(
+        self.evidence = Evidence(
             algorithm=repeatable(live.algorithm, self._corrections),
             facts=facts,
             rollout=rollout,
@@ -426,7 +442,9 @@ class _RunWatch:
             draws=draws,
             earlier=self._earlier,
             stream_prompts=self._prompts.of_stream(rollout),
-            strange_pictures=self._prompts.strange_pictures(rollout),
+            strange_pictures=self._prompts.strange_pictures(
+                rollout, [one.turns[-1][0] for one in conversations if one.turns and one.messages], self._number
+            ),
             strange_columns=self._prompts.strange_columns(self.calls, samples),
             reward_prompts=self._prompts.of_rewards(self.calls, samples),
             repeats=self._prompts.repeats(rollout, self._number, self.calls, samples),
@@ -435,7 +453,7 @@ class _RunWatch:
             numbers=live.parallel.collectives.objects(
                 {callback.name: numbers_of(callback) for callback in self._corrections if callback.affects}
             ),
-            plain=plain_forwards(live, rows) if self._looks_at("logprob_alignment") else (),
+            plain=plain_forwards(live, rows, apart) if apart or self._looks_at("logprob_alignment") else (),
             token_gradients=token_gradients(live, rows) if self._looks_at("token_gradients") else (),
             written=unsampled_tokens(live.environments, conversations, self._number),
             words_logprob=words_logprob(partial(policy_outputs, live), live.parallel.collectives, rollout)
@@ -452,9 +470,9 @@ class _RunWatch:
         self._conversation_figures = (
             {} if live.algorithm.advantages.needs_greedy else conversation_figures(conversations, factories)
         )
-        latest = earlier_of(self._number, self.batches, draws, self._evidence.sample_repeats, self._evidence.odds)
+        latest = earlier_of(self._number, self.batches, draws, self.evidence.sample_repeats, self.evidence.odds)
         self._earlier = [*self._earlier, latest][-KEPT_ROLLOUTS:]
-        return self._evidence
+        return self.evidence
 
     def _look_at_reference(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
         """Return a few weights of the reference at its latest check and now, and its scores of fixed tokens.
@@ -508,18 +526,19 @@ class _RunWatch:
 
     def keep_algorithm(self) -> None:
         """Copy the corrections before the backward pass, since they may adapt after the step."""
-        if self._evidence is not None and self._algorithm is None and self._traces_step():
+        if self.evidence is not None and self._algorithm is None and self._traces_step():
             self._algorithm = repeatable(self.live.algorithm, self._corrections)
 
     def look_at_step(self, trace: StepTrace) -> None:
         """Add the evidence of an optimizer step. A collective."""
-        evidence, live = self._evidence, self.live
+        evidence, live = self.evidence, self.live
         if evidence is None:
             return
         self.fields.look()
         evidence = replace(evidence, algorithm=self._algorithm or evidence.algorithm)
         collectives, rank = live.parallel.collectives, live.parallel.rank
         step = StepEvidence.of(trace, evidence.rollout, evidence.algorithm.reduction, collectives, rank)
+        step.other_inputs = StepEvidence.inputs_of_others(trace, evidence.rollout, packed=live.models.options.packing)
         self._passes[trace.step] = step.rows.sample_ids
         step.planned, step.passes = self._rows_of_plan(trace.step), dict(self._passes)
         recompute_step(evidence, step)
@@ -541,7 +560,7 @@ class _RunWatch:
                 step.figures = self._row.note(trace, evidence, step, self._own_figures | sampled)
             except CopyError as error:
                 step.logged, step.unknown = {}, str(error)
-        self._evidence, self._step = evidence, step
+        self.evidence, self._step = evidence, step
 
     def _culprits(self) -> dict[str, str]:
         """Return the code that changed, or could have changed, each part of a step."""
@@ -568,7 +587,7 @@ class _RunWatch:
     def end_step(self) -> Evidence | None:
         """Return the evidence of a finished optimizer step, with edits; None if the rollout is not audited."""
         row, row_figures = self._row.end_step(self._step_index, seen=self._step is not None and bool(self._step.logged))
-        if self._evidence is None:
+        if self.evidence is None:
             return None
         self.fields.look()
         before, after = self._scheduled, _epoch_of(self.live)
@@ -579,7 +598,7 @@ class _RunWatch:
             self._step.blamed = self._culprits()
         self.fields.state.compare_state("code that runs after the optimizer step, such as a logger")
         resumed, self._resumed = self._resumed, []
-        return replace(self._evidence, step=self._step, edits=[*self.fields.take(), *resumed, *self.evaluations.take()])
+        return replace(self.evidence, step=self._step, edits=[*self.fields.take(), *resumed, *self.evaluations.take()])
 
     def begin_next(self, number: int) -> None:
         """Begin the next rollout early, so that hooks before those of the audit are watched too."""

@@ -16,6 +16,7 @@ from lightning_rl.environments.outcome import DEFAULT, REWARD_COLUMNS
 from lightning_rl.environments.run_environments import Factory
 from lightning_rl.generation import Completion
 from lightning_rl.policy import Outputs
+from lightning_rl.policy.processor import Pixels
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import FinishReason, Rollout, turn_numbers
 from lightning_rl.testing.properties.definitions import population
@@ -39,6 +40,7 @@ class AuditedConversation(NamedTuple):
         judged: Token ids that rewards score.
         finish: Reason for its end.
         rewrites: Turns, from 1, before which the context was rewritten, according to the row.
+        pictures: Pictures of the row; those of the first request if the row is unknown.
     """
 
     sample: int
@@ -51,6 +53,7 @@ class AuditedConversation(NamedTuple):
     judged: tuple[int, ...]
     finish: FinishReason
     rewrites: frozenset[int] = frozenset()
+    pictures: Sequence[Pixels] = ()
 
     @property
     def is_over(self) -> bool:
@@ -108,7 +111,8 @@ def _conversations_of_round(
             environment=names[0] if len(names) == 1 else str(columns.get(DEFAULT)),
             row={name: value for name, value in columns.items() if name not in REWARD_COLUMNS}
             | {"prompt": call.prompts[place]},
-            turns=turns.get(sample, ()),
+            turns=(pairs := turns.get(sample, ())),
+            pictures=() if not pairs or (media := pairs[0][0].media) is None else media.pictures,
             messages=columns[CONVERSATION],
             reward=columns[ENVIRONMENT_REWARD],
             judged=tuple(call.completion_ids[place]),

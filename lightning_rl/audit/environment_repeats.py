@@ -75,8 +75,7 @@ class ReplayWatch:
             ours = [one for one in conversations if one.environment == name and one.is_over]
             if ours and name not in self._skips:
                 chosen = _some(ours, number)
-                rows = zip(chosen, _rows_of(data, chosen), strict=True)
-                result = replay_of(environments, name, [one._replace(row=row) for one, row in rows])
+                result = replay_of(environments, name, _with_rows(data, chosen))
                 if isinstance(result, Skip):
                     self._skips[name] = result
                 else:
@@ -84,12 +83,18 @@ class ReplayWatch:
         return [*findings, *self._skips.values()]
 
 
-def _rows_of(data: PromptDataModule, conversations: Sequence[AuditedConversation]) -> list[Mapping[str, Any]]:
-    """Return rows as the data holds them, or as rewards see them if the data is a stream."""
+def _with_rows(data: PromptDataModule, conversations: Sequence[AuditedConversation]) -> list[AuditedConversation]:
+    """Return conversations with rows and pictures as the data holds them; as the run has them if it is a stream."""
     if data.pass_length is None:
-        return [conversation.row for conversation in conversations]
+        return [*conversations]
     prompts = data.at([conversation.group for conversation in conversations])
-    return [{**prompt.columns, "prompt": prompt.content} for prompt in prompts]
+    return [
+        one._replace(
+            row={**prompt.columns, "prompt": prompt.content},
+            pictures=() if prompt.media is None else prompt.media.pictures,
+        )
+        for one, prompt in zip(conversations, prompts, strict=True)
+    ]
 
 
 def replay_of(
@@ -142,7 +147,8 @@ def _repeat(
         turns = list[Iterator[str]]()
         for one, parts in zip(some, results, strict=True):
             answers = [partial(_calls, environments, one.row, pair, turn, words) for turn, pair in enumerate(one.turns)]
-            turns.append(play(make, one.row, environment_seed(environments.seed, one.group), answers, parts))
+            seed = environment_seed(environments.seed, one.group)
+            turns.append(play(make, one.row, seed, answers, parts, one.pictures))
         for _ in zip_longest(*turns):
             if time.monotonic() > end:
                 raise TimeoutError(f"its replays take more than {MAX_SECONDS:g} s")
@@ -170,7 +176,7 @@ def _repeat(
             expected=f"the conversation of {name} for this row, seed and answers",
             observed=f"others in {len(slips)} of {len(samples)}: {', '.join(dict.fromkeys(slips.values()))}",
             cure="pass to every environment the row and seed of its sample, each answer once and in order, join each "
-            "tool result to its call, and pass the pictures of its replies to every later turn, in order",
+            "tool result to its call, and pass the pictures of its row and replies to every later turn, in order",
             samples=list(slips)[:4],
         )
 
@@ -246,10 +252,8 @@ def _continues(conversation: AuditedConversation, said: Sequence[list[Any]]) -> 
 def _shows_pictures(conversation: AuditedConversation, parts: Sequence[Part]) -> bool:
     """Return True if the request of each turn has the pictures of its context in order."""
     shown = list[Pixels]()
-    for turn, ((request, _), part) in enumerate(zip(conversation.turns, parts, strict=False)):
-        read = [] if request.media is None else list(request.media.pictures)
-        if turn == 0 and not part.words:
-            shown = read  # of the row
+    for (request, _), part in zip(conversation.turns, parts, strict=False):
+        read = () if request.media is None else request.media.pictures
         shown = [*([] if part.rewrites else shown), *part.pictures]
         if not same_pictures(read, shown):
             return False

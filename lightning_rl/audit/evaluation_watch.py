@@ -1,4 +1,4 @@
-"""Evaluations during a fit: their rewards are called again, and their metrics recomputed from the rewards."""
+"""Evaluations during a fit: requests against prompts, rewards called again, metrics recomputed from the rewards."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -6,9 +6,11 @@ from typing import cast
 
 import torch
 
+from lightning_rl.audit.picture_rows import is_same
 from lightning_rl.audit.reward_repeats import RewardReply, RewardWatch
 from lightning_rl.evaluation.questions import Questions
 from lightning_rl.rewards import RewardCall
+from lightning_rl.samples import Trajectory
 from lightning_rl.utils.finding import Finding
 
 Values = Sequence[float | None]
@@ -27,9 +29,10 @@ class EvaluationWatch:
         """Forget the values of an earlier validation."""
         self._values = {}
 
-    def note_batch(self, latest_calls: Iterable[tuple[Questions, Sequence[RewardCall]]]) -> None:
-        """Record the reward calls of a batch."""
-        for questions, calls in latest_calls:
+    def note_batch(self, batch: Iterable[tuple[Questions, Sequence[Trajectory], Sequence[RewardCall]]]) -> None:
+        """Compare the requests of a batch with its prompts, and record its reward calls."""
+        for questions, samples, calls in batch:
+            self._wrong += _other_requests(questions, samples)
             if questions.evaluation is None:
                 continue
             _, values = self._values.setdefault(questions.name, (questions, {}))
@@ -54,6 +57,24 @@ class EvaluationWatch:
         """Call the rewards of evaluations again on the rows of their latest call."""
         latest, self._latest = self._latest, {}
         return [reply for name, call in latest.items() for reply in self._rewards[name].ask([call], [[]])]
+
+
+def _other_requests(questions: Questions, samples: Sequence[Trajectory]) -> Iterator[Finding]:
+    """Yield a finding if requests of an evaluation have other tokens or pictures than their prompts."""
+    pairs = [(each.prompt.index, each.request, each.prompt) for each in samples]
+    wrong = [
+        index
+        for index, asked, prompt in pairs
+        if asked.prefix_ids != prompt.token_ids or not is_same(asked.media, prompt.media)
+    ]
+    if wrong:
+        yield Finding(
+            check="logged_evaluations",
+            culprit=f"the requests of evaluation {questions.name}",
+            expected="the tokens and pictures of the prompt in each request",
+            observed=f"others in {len(wrong)} of {len(pairs)}, such as that of prompt {wrong[0]}",
+            cure="request each prompt of an evaluation with its own tokens and pictures",
+        )
 
 
 def _wrong_figures(

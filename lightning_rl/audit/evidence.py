@@ -58,7 +58,7 @@ class Evidence(AlgorithmCase):
         text: Function from token ids to the text that rewards get; None if unknown.
         plain: Some ``rows`` scored by a model's plain forward.
         token_gradients: Gradients of a few log-probabilities by the run's forward and by the model's plain one, and of
-            their scores, [N] each; empty if unavailable.
+            their scores, [N] each, and the same with respect to embeddings, if they train; empty if unavailable.
         reference_weights: A few weights of the reference at an earlier audit and now, [N] each, or empty.
         reference_scores: Log-probabilities of fixed tokens at the first audit and now under the reference, [N] each; at
             the start of a run, the first ones are the policy's, which the default reference is a copy of. Empty without

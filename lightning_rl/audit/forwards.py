@@ -17,7 +17,8 @@ from lightning_rl.audit.user_hooks import local
 from lightning_rl.corrections import Corrections
 from lightning_rl.distributed import ALONE
 from lightning_rl.policy import FrozenModel, Microbatch, Outputs, PolicyModel
-from lightning_rl.policy.media import items_by_name, plain_placeholders, takes
+from lightning_rl.policy.embedding_gradients import embedding_leaves
+from lightning_rl.policy.media import items_by_name, plain_placeholders, takes, types_of
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.policy.sampling_mask import from_bits
 from lightning_rl.rollout import NO_PARENT, SAMPLING_MASK, Rollout
@@ -169,8 +170,9 @@ def token_gradients(live: LiveRun, rows: Rollout) -> tuple[Tensor, ...]:
     If a correction trains the entropy, each log-probability counts with the entropy of its token.
 
     Each is [N] float64, of a sum with alternating signs over both ends of two responses, with respect to copies of the
-    last small trained parameters. Rounding scales with the gradient of the scores before the softmax. Empty if there is
-    no plain forward, no small trained parameter, or if the rows are too long.
+    last small trained parameters. Three more are with respect to the outputs of embeddings that train, summed over
+    tokens. Rounding scales with the gradient of the scores before the softmax. Empty if there is no plain forward, no
+    small trained parameter, or if the rows are too long.
     """
     rows = rows.select(torch.arange(min(PLAIN_ROWS, len(rows)), device=rows.groups.device))
     policy, temperature = live.policy, live.sampling.temperature
@@ -182,7 +184,13 @@ def token_gradients(live: LiveRun, rows: Rollout) -> tuple[Tensor, ...]:
     tokens = int((rows.prompt_lengths + rows.response_lengths).sum())
     order = rows.valid_tokens.cumsum(-1)
     ends = rows.valid_tokens & ((order <= END_TOKENS) | (order > order[:, -1:] - END_TOKENS))
-    if not forwards_plainly(live) or not trained or not ends.any() or tokens > GRADIENT_TOKENS or _has_replies(rows):
+    if (
+        not forwards_plainly(live)
+        or not trained
+        or not ends.any()
+        or tokens > GRADIENT_TOKENS
+        or _splits_pictures(rows)
+    ):
         return ()
     signs = torch.where(ends, 1.0 - 2.0 * (order % 2), 0.0)
     layout, contexts = _microbatch_of(live, rows).layout, contexts_of(rows)
@@ -210,39 +218,55 @@ def token_gradients(live: LiveRun, rows: Rollout) -> tuple[Tensor, ...]:
             totals = totals.to(before.device) + torch.stack([(parts[0] * weight).sum(), parts[1].sum()])
         return tuple(totals)
 
-    gradients = list[Tensor]()
+    gradients, embedding = list[Tensor](), list[Tensor]()
     with _eval_mode(policy), torch.enable_grad(), live.trainer.precision_plugin.forward_context():
         for forward in (by_the_run, plainly):
             leaves = {name: weight.detach().clone().requires_grad_() for name, weight in trained}
-            for total in forward(leaves):
-                parts = torch.autograd.grad(total, list(leaves.values()), retain_graph=True, materialize_grads=True)
-                gradients.append(torch.cat([part.double().flatten().cpu() for part in parts]))
-    return tuple(gradients)
+            with embedding_leaves(policy.model) as embedded:
+                totals = forward(leaves)
+            for total in totals:
+                every = [*leaves.values(), *embedded]
+                parts = [
+                    part.double().cpu()
+                    for part in torch.autograd.grad(total, every, retain_graph=True, materialize_grads=True)
+                ]
+                gradients.append(torch.cat([part.flatten() for part in parts[: len(leaves)]]))
+                embedding.append(sum((part.flatten(0, -2).sum(0) for part in parts[len(leaves) :]), torch.zeros(())))
+    trains = any(weight.requires_grad for weight in policy.model.get_input_embeddings().parameters())
+    return (*gradients, *(embedding if trains else ()))
 
 
-def _has_replies(rows: Rollout) -> bool:
-    """Return True if there are pictures among the replies of an environment, whose contexts are not told apart."""
-    return any(int(value.counts.sum()) for value in rows.response_items.values())
+def _splits_pictures(rows: Rollout) -> bool:
+    """Return True if a row of several contexts has pictures among its replies."""
+    if not rows.response_items:
+        return False
+    numbers = torch.tensor([one.row for one in contexts_of(rows)]).bincount(minlength=len(rows))
+    return any(int(value.counts[numbers > 1].sum()) for value in rows.response_items.values())
 
 
 @contextmanager
 def _plain_inputs(model: PreTrainedModel, rows: Rollout, contexts: Sequence["_Context"]) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of a model's own forward for contexts, padded on the right, with the pictures of prompts."""
+    """Yield the arguments of a model's own forward for contexts, padded on the right, with their pictures."""
     ids = nn.utils.rnn.pad_sequence([one.ids for one in contexts], batch_first=True)
-    whole = [one for one in contexts if one.whole]
     arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False}
-    if not any(int(value.counts.sum()) for value in rows.prompt_items.values()):
+    fields = rows.prompt_items, rows.response_items
+    items = join_items(
+        {name: part for name, value in each.items() if len(part := value.of_row(one.row))}
+        for one in contexts
+        if one.whole
+        for each in fields
+    )
+    if not items:
         yield arguments
         return
-    items = {name: torch.cat([value.of_row(one.row) for one in whole]) for name, value in rows.prompt_items.items()}
-    for name, values in rows.prompt_types.items():
-        lines = torch.zeros_like(ids)
-        for line, one in enumerate(contexts):
-            if one.whole:
-                lines[line, : one.read] = values[one.row, : one.read]
-        arguments |= {name: lines} if takes(model.base_model, name) else {}
-    places = torch.arange(ids.shape[1], device=ids.device)
-    drawn = torch.stack([places >= one.read for one in contexts])
+    drawn = torch.zeros_like(ids, dtype=torch.bool)
+    for line, one in enumerate(contexts):
+        drawn[line, one.read : len(one.ids)] = rows.action_mask[one.row, one.columns]
+        row = rows.select(torch.tensor([one.row], device=ids.device))
+        places = torch.cat([torch.arange(one.read, device=ids.device), one.read + one.columns])
+        for name, values in types_of(row).items() if one.whole else ():
+            if takes(model.base_model, name):
+                arguments.setdefault(name, torch.zeros_like(ids))[line, : len(one.ids)] = values[places]
     with plain_placeholders(model, ids, drawn) as plain:
         named = {name: value.to(ids.device) for name, value in items_by_name(items).items()}
         yield {**arguments, "input_ids": plain, **named}
@@ -347,21 +371,22 @@ def forwards_plainly(live: LiveRun) -> bool:
 
 
 @torch.no_grad()
-def plain_forwards(live: LiveRun, rows: Rollout) -> list[PlainForward]:
-    """Return scores of a few rows by the own forwards of policy and reference.
+def plain_forwards(live: LiveRun, rows: Rollout, first: Sequence[int] = ()) -> list[PlainForward]:
+    """Return scores of a few rows, some of them ``first``, by the own forwards of policy and reference.
 
     Empty if weights are sharded, or if a correction wraps every forward in a context.
     """
-    if not forwards_plainly(live) or not len(rows) or _has_replies(rows):
+    places = [*dict.fromkeys([*first, *range(len(rows))])][:PLAIN_ROWS]
+    few = rows.select(torch.tensor(places, dtype=torch.int64, device=rows.groups.device))
+    if not forwards_plainly(live) or not len(rows) or _splits_pictures(few):
         return []
     reference, temperature = live.models.reference, live.sampling.temperature
-    few = rows.select(torch.arange(min(PLAIN_ROWS, len(rows)), device=rows.groups.device))
     with live.trainer.precision_plugin.forward_context():
         scores = _stretches("policy", live.policy.model, few, temperature)
         if reference is not None:
             with reference.reading():  # the policy may be its own reference
                 scores += _stretches("reference", reference.model, few, temperature)
-    return scores
+    return [score._replace(row=places[score.row]) for score in scores]
 
 
 def _stretches(name: str, model: nn.Module, rows: Rollout, temperature: float) -> list[PlainForward]:

@@ -1,18 +1,20 @@
 """Pictures of prompts, read again from the columns of their rows without the code of the data module."""
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from itertools import islice
 from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lightning_rl.data.pictures import column_pictures, is_picture
-from lightning_rl.policy.media import items_by_name
-from lightning_rl.policy.processor import PictureProcessor
-from lightning_rl.samples import Media, Prompt
+from lightning_rl.fields import concatenate_items
+from lightning_rl.policy.media import NEW_AXIS, items_by_name
+from lightning_rl.policy.processor import Pixels
+from lightning_rl.samples import Media, Prompt, Request
 from lightning_rl.samples.media import pillow_images
 
 FEW = 4  # prompts of a data set
@@ -25,21 +27,53 @@ def strange_pictures(prompts: Sequence[Prompt]) -> list[int]:
     return [each.index for each in some if not _has_own_pictures(each)]
 
 
-def strange_outputs(
-    prompts: Sequence[Prompt], processor: PictureProcessor, text_of: Callable[[Prompt], str]
-) -> list[int]:
+def strange_outputs(prompts: Sequence[Prompt], processor: Any, text_of: Callable[[Prompt], str]) -> list[int]:
     """Return the indices of a few prompts with other token ids or arguments than the processor makes of them alone."""
     some = islice((each for each in prompts if each.media is not None), FEW)
     return [each.index for each in some if not _has_own_outputs(each, processor, text_of(each))]
 
 
-def _has_own_outputs(prompt: Prompt, processor: PictureProcessor, text: str) -> bool:
+def strange_requests(requests: Iterable[Request], processor: Any) -> list[int]:
+    """Return the samples of a few requests with other arguments than the processor makes of each picture alone."""
+    some = islice((each for each in requests if each.media is not None and each.media.pictures), FEW)
+    return [each.sample_id for each in some if not _has_outputs_of_each(cast(Media, each.media), processor)]
+
+
+def _outputs_of(processor: Any, text: str, pictures: Sequence[Pixels]) -> Mapping[str, Any]:
+    images = [pillow_images(pictures)]
+    return processor(text=[text], images=images, add_special_tokens=False, return_tensors="pt")
+
+
+def _has_outputs_of_each(media: Media, processor: Any) -> bool:
+    outputs = [_outputs_of(processor, processor.image_token, [picture]) for picture in media.pictures]
+
+    def alone(name: str) -> Tensor:
+        parts = [output[name.removesuffix(NEW_AXIS)] for output in outputs]
+        return concatenate_items([part[0] for part in parts] if name.endswith(NEW_AXIS) else parts)
+
+    marks = {name: torch.cat([output[name][0] for output in outputs]) for name in media.types}
+    return all(torch.equal(value, alone(name)) for name, value in media.items.items()) and all(
+        torch.equal(value[value != 0], marks[name][marks[name] != 0]) for name, value in media.types.items()
+    )
+
+
+def _has_own_outputs(prompt: Prompt, processor: Any, text: str) -> bool:
     media = cast(Media, prompt.media)
-    pictures = [pillow_images(media.pictures)]
-    output = processor.processor(text=[text], images=pictures, add_special_tokens=False, return_tensors="pt")
+    output = _outputs_of(processor, text, media.pictures)
     ours = {**items_by_name(media.items), **media.types}
     return output["input_ids"][0].tolist() == list(prompt.token_ids) and all(
         torch.equal(value.flatten(), output[name].flatten()) for name, value in ours.items()
+    )
+
+
+def is_same(ours: Media | None, theirs: Media | None) -> bool:
+    """Return True for the same pictures with the same arguments of the model."""
+    if ours is None or theirs is None or ours is theirs:
+        return ours is theirs
+    return (
+        ours.key == theirs.key
+        and ours.items.keys() == theirs.items.keys()
+        and all(torch.equal(value, theirs.items[name]) for name, value in ours.items.items())
     )
 
 

@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from functools import cached_property
 from hashlib import blake2b
 from itertools import islice
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 from lightning_rl.audit.cursor import CursorWatch, Ids
 from lightning_rl.audit.live import LiveRun
-from lightning_rl.audit.picture_rows import strange_outputs, strange_pictures, value_text
+from lightning_rl.audit.picture_rows import strange_outputs, strange_pictures, strange_requests, value_text
 from lightning_rl.data import Prompt, PromptDataModule
 from lightning_rl.data.prompt_stream import PromptStream
 from lightning_rl.data.row_schema import CONTINUES, TOOLS, VARIABLES, Reading, is_token_ids, own_variables
@@ -19,12 +20,15 @@ from lightning_rl.evaluation.prompt_encoding import encode_prompts
 from lightning_rl.policy.processor import processor_of
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout
+from lightning_rl.samples import Request
+from lightning_rl.testing.properties.subsample import order_of
 from lightning_rl.utils.chat_rendering import apply_template
 from lightning_rl.utils.template_date import TODAY
 
 MAX_HELD_OUT, MAX_GROUPS = 4096, 4
 MAX_ROWS = 2048  # of the training data to read
 STREAM_ROWS = 256  # of a stream to read
+CONVERSATIONS = "the conversations"
 
 
 class HeldOut(NamedTuple):
@@ -78,6 +82,8 @@ class PromptWatch:
         self._live, self._data, self._has_environments = live, live.data, live.environments is not None
         self._trained, self._places = set[Ids](), set[int]()
         self._begin: int | None = None  # place of rollout 0, by the first audited rollout
+        processor = processor_of(live.tokenizer)
+        self._processor: Any = None if processor is None else deepcopy(processor.processor)  # that no run changes
 
     def of_stream(self, rollout: Rollout) -> dict[int, Prompt]:
         """Return the prompts of the training data for a few samples of a rollout, by sample id."""
@@ -88,13 +94,15 @@ class PromptWatch:
         rows = zip(rollout.sample_ids.tolist(), rollout.groups.tolist(), strict=True)
         return {sample: prompts[group] for sample, group in rows if group in prompts}
 
-    def strange_pictures(self, rollout: Rollout) -> dict[str, tuple[list[int], list[int]]]:
-        """Return places of a few prompts by data set, if any has pictures.
+    def strange_pictures(
+        self, rollout: Rollout, requests: Iterable[Request] = (), number: int = 0
+    ) -> dict[str, tuple[list[int], list[int]]]:
+        """Return places of a few prompts by data set, if any has pictures, and samples of a few requests.
 
         First those with other pictures than their rows, then those with other arguments of the model than the processor
-        makes of their pictures.
+        makes of their pictures, with its options at the start of the fit.
         """
-        processor = processor_of(self._live.tokenizer)
+        processor = self._processor
         if processor is None:
             return {}
         validation = self._data.validation
@@ -103,7 +111,8 @@ class PromptWatch:
             sets["the validation set"] = validation.prompts(range(min(len(validation), MAX_GROUPS)))
         for questions in self._live.evaluator.questions("val", None):
             sets[f"evaluation {questions.name}"] = [*questions.prompts[:MAX_GROUPS]]
-        return {
+        strange = strange_requests(sorted(requests, key=lambda one: order_of(one.sample_id, number)), processor)
+        return ({CONVERSATIONS: ([], strange)} if strange else {}) | {
             name: (strange_pictures(prompts), strange_outputs(prompts, processor, self._text_of))
             for name, prompts in sets.items()
             if any(prompt.media for prompt in prompts)

@@ -13,6 +13,7 @@ from lightning_rl.audit.rates import Stepping
 from lightning_rl.corrections import Stat, StepTrace
 from lightning_rl.distributed import Collectives
 from lightning_rl.policy import Outputs
+from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.rollout import Rollout
 from lightning_rl.signal.masked import local_sum
 from lightning_rl.signal.reductions import Reduction
@@ -42,6 +43,7 @@ class StepEvidence:
         outputs: Outputs of the policy on the rows.
         gradient: Gradient of the loss with respect to the log-probabilities, [b, T].
         further: Gradients with respect to the other outputs in a view, by name, if they are trained.
+        other_inputs: Sample ids of microbatches with inputs of the model that do not follow from their rows, by input.
         planned: Sample ids that the plan contains for this step.
         passes: Sample ids of every step so far, by number of the step.
         masks: ``valid_tokens``, ``trained`` and ``groups`` of the rows of each rank in this step.
@@ -73,6 +75,7 @@ class StepEvidence:
     number: int = 0
     rank: int = 0
     further: Mapping[str, Tensor] = field(default_factory=dict)
+    other_inputs: Mapping[str, Sequence[int]] = field(default_factory=dict)
     planned: Tensor | None = None
     passes: Mapping[int, Tensor] = field(default_factory=dict)
     weights: Tensor | None = None
@@ -133,6 +136,18 @@ class StepEvidence:
             weights=reduction(*masks, collectives.sum),
             logged=trace.logged,
         )
+
+    @staticmethod
+    def inputs_of_others(trace: StepTrace, rollout: Rollout, *, packed: bool) -> dict[str, list[int]]:
+        """Return :attr:`other_inputs` of a traced step on a finished rollout."""
+        traced, others = [one for one in trace.microbatches if one.rows], dict[str, list[int]]()
+        plan = plan_of_rows(rollout.to("cpu"), [[one.rows for one in traced]], packed=packed)
+        for one, planned in zip(traced, plan.step(0), strict=True):
+            ours, theirs = one.inputs, planned.layout.tensors()
+            for name in ours.keys() | theirs.keys():
+                if name not in ours or name not in theirs or not torch.equal(ours[name].cpu(), theirs[name].cpu()):
+                    others.setdefault(name, []).extend(rollout.sample_ids[planned.index].tolist())
+        return others
 
     def weights_over_ranks(self, reduction: Reduction) -> Tensor:
         """Return the weights of this rank's tokens by a reduction over the rows of all ranks, [b, T]."""

@@ -19,12 +19,16 @@ class MicrobatchTrace:
         gradient: Gradient of the scaled loss with respect to ``view.logprobs``, [b, T].
         further: Gradients with respect to the other outputs in ``view``, by name.
         parts: Shares of this microbatch in the parts of the loss.
+        rows: Rows in the rollout, as entries of a plan.
+        inputs: Inputs of the model by name, such as token ids, positions and pixels.
     """
 
     view: LossView
     gradient: Tensor
     further: Mapping[str, Tensor] = field(default_factory=dict)
     parts: Mapping[str, Tensor] = field(default_factory=dict)
+    rows: Sequence[int | Sequence[int]]
+    inputs: Mapping[str, Tensor]
 
 
 @dataclass(kw_only=True)
@@ -49,7 +53,9 @@ class StepTrace:
     made: bool = False
     logged: dict[str, list[Tensor]] = field(default_factory=dict)
 
-    def follow(self, view: LossView) -> MicrobatchTrace:
+    def follow(
+        self, view: LossView, rows: Sequence[int | Sequence[int]], inputs: Mapping[str, Tensor]
+    ) -> MicrobatchTrace:
         """Add a microbatch, whose gradient is stored during the backward."""
         present = {spec.name: output for spec, output in view.outputs()}
         gradients = {name: torch.zeros_like(output.detach()) for name, output in present.items()}
@@ -57,6 +63,8 @@ class StepTrace:
             view=view.replace(**{name: output.detach().clone() for name, output in present.items()}),
             gradient=gradients.pop("logprobs"),
             further=gradients,
+            rows=rows,
+            inputs=inputs,
         )
         for name, output in present.items():
             if output.requires_grad:

@@ -22,6 +22,7 @@ from lightning_rl.evaluation.run import EvaluationRun, predict, warn_of_nan
 from lightning_rl.generation import SamplingParams
 from lightning_rl.rewards import RewardCall, Rewards
 from lightning_rl.rollouts.collector import Collector
+from lightning_rl.samples import Trajectory
 from lightning_rl.utils.trainer import log_folder
 
 BATCH_SIZE = 256  # used if there is no data module
@@ -143,9 +144,10 @@ class Evaluator:
         return records
 
     @property
-    def latest_calls(self) -> list[tuple[Questions, Sequence[RewardCall]]]:
-        """Questions of the current validation or test with their reward calls in the latest batch."""
-        return list(zip(self._active.questions, self._active.calls, strict=True))
+    def latest_batch(self) -> list[tuple[Questions, Sequence[Trajectory], Sequence[RewardCall]]]:
+        """Questions of the current validation or test with their samples and reward calls in the latest batch."""
+        run = self._active
+        return list(zip(run.questions, run.samples, run.calls, strict=True))
 
     @property
     def _active(self) -> EvaluationRun:

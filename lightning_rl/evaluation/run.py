@@ -26,7 +26,7 @@ from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.ahead import Sampled
 from lightning_rl.rollouts.collector import Collector
 from lightning_rl.rollouts.failures import FailureReport
-from lightning_rl.samples import RewardCall
+from lightning_rl.samples import RewardCall, Trajectory
 
 BOUND = re.compile(r"@\d+_(low|high)$")  # bounds of intervals, NaN where their metric is
 NOT_SHOWN = frozenset({"reward/missing", "length/truncated"})  # metrics not logged for validation prompts
@@ -63,6 +63,7 @@ class EvaluationRun:
         self.records: list[list[Record]] = [[] for _ in questions]
         self.failures = [FailureReport(q.rewards) for q in questions]
         self.unread: list[list[ExtractedAnswers]] = [[] for _ in questions]
+        self.samples: list[Sequence[Trajectory]] = [() for _ in questions]
         self.calls: list[Sequence[RewardCall]] = [() for _ in questions]
         self.extremes = [(math.inf, -math.inf) for _ in questions]
 
@@ -78,7 +79,7 @@ class EvaluationRun:
         for number, (questions, prompts) in enumerate(zip(self.questions, shares, strict=True)):
             samples = list(islice(made, len(wanted[number])))
             rollout, calls, failed = collector.reward(Sampled(samples), questions.rewards)
-            self.calls[number] = calls
+            self.samples[number], self.calls[number] = samples, calls
             self.failures[number].add(samples, calls, failed)
             texts = collector.collectives.share(collector.texts([each.answer for each in samples]))
             self._count(number, prompts, rollout, self.collectives.share(failed), texts)

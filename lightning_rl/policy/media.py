@@ -95,7 +95,7 @@ def media_inputs(
         items={name: items for name, (items, _) in joined.items()},
         repeats={name: index for name, (_, index) in joined.items()},
         ids=spread(join_tokens(rows, rows.prompt_ids, rows.response_ids)),
-        types={name: spread(values) for name, values in _types_of(rows).items()},
+        types={name: spread(values) for name, values in types_of(rows).items()},
         drawn=spread(join_tokens(rows, torch.zeros_like(rows.prompt_ids), rows.action_mask.long())).bool(),
         real=torch.zeros(size[0] * size[1], dtype=torch.bool, device=place.device)
         .index_fill(0, place, value=True)
@@ -193,11 +193,11 @@ def own_arguments(model: nn.Module, row: Rollout) -> dict[str, Tensor]:
     """Return the arguments of a model's own forward for the pictures of one row in one context; empty without."""
     fields = row.prompt_items, row.response_items
     items = join_items({name: part.values for name, part in each.items() if len(part.values)} for each in fields)
-    types = {name: values[None] for name, values in _types_of(row).items() if items and takes(model, name)}
+    types = {name: values[None] for name, values in types_of(row).items() if items and takes(model, name)}
     return items_by_name(items) | types
 
 
-def _types_of(rows: Rollout) -> dict[str, Int[Tensor, " F"]]:
+def types_of(rows: Rollout) -> dict[str, Int[Tensor, " F"]]:
     """Return the arguments of a model with one entry for each token of prompts and responses, joined."""
     prompt, response = torch.zeros_like(rows.prompt_ids), torch.zeros_like(rows.response_ids)
     return {

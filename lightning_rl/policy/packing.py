@@ -10,10 +10,10 @@ Samples of a group have the same prompt, whose hidden states are equal by causal
 and attention reads its keys and values with each sample.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -79,6 +79,10 @@ class Layout:
         shared = self.shared and Shared(*(to_device(index, device) for index in self.shared))
         return replace(self, **moved, shared=shared, media=self.media and self.media.to(device))
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every tensor by name, with those of pictures."""
+        return dict(_named_tensors("", self))
+
     def scatter(self, flat: Tensor) -> Tensor:
         """Scatter one value per valid token [A] into [b, T], with 0 elsewhere; differentiable."""
         return flat.new_zeros(self.shape).index_put((self.rows, self.columns), flat)
@@ -86,6 +90,15 @@ class Layout:
 
 GATHERED = tuple(spec.name for spec in fields(Layout) if spec.metadata)
 """Entries of ``token_extras`` that the forward reads."""
+
+
+def _named_tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    parts = value._asdict() if isinstance(value, Shared) else value if isinstance(value, Mapping) else {}
+    parts = {spec.name: getattr(value, spec.name) for spec in fields(value)} if is_dataclass(value) else parts
+    for key, part in parts.items():
+        yield from _named_tensors(f"{name}.{key}".removeprefix("."), part)
 
 
 def pack(rows: Rollout, *, packed: bool = True, chosen: Bool[Tensor, " s"] | None = None) -> Layout:

@@ -40,6 +40,11 @@ class Microbatch:
             return self
         return replace(self, index=to_device(self.index, device), layout=self.layout.to(device))
 
+    def entries(self) -> list[Entry]:
+        """Return the rows, and the numbers of sequences of rows that are laid out in part, as plain values."""
+        places = enumerate(self.index.tolist())
+        return [[row, *self.parts[place]] if place in self.parts else row for place, row in places]
+
     def rows_of(self, rollout: Rollout) -> Rollout:
         """Return the microbatch's rows with every field but arguments of the model, cut to its longest response.
 
@@ -87,12 +92,7 @@ class Plan:
 
     def rows(self) -> RowLists:
         """Return row indices as lists, from which :func:`plan_of_rows` makes the same plan."""
-
-        def entries(microbatch: Microbatch) -> list[Entry]:
-            places, parts = enumerate(microbatch.index.tolist()), microbatch.parts
-            return [[row, *parts[place]] if place in parts else row for place, row in places]
-
-        return [[entries(microbatch) for microbatch in minibatch] for minibatch in self.minibatches]
+        return [[microbatch.entries() for microbatch in minibatch] for minibatch in self.minibatches]
 
     def rows_of_step(self, number: int) -> Int[Tensor, " b"]:
         """Return the rows of optimizer step ``number``, each once."""

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_rl import FinishReason, ModelOptions, PromptDataModule, RLLightningModule, SamplingParams
 from lightning_rl.audit import SignalAudit
-from lightning_rl.data import encoding
+from lightning_rl.data import Prompt, encoding
 from lightning_rl.environments import (
     Action,
     Conversations,
@@ -29,9 +29,12 @@ from lightning_rl.environments import (
     TokenStep,
 )
 from lightning_rl.environments.messages import MessageEnvironment
+from lightning_rl.environments.run_environments import Environments
+from lightning_rl.evaluation.questions import Questions
 from lightning_rl.fields import Items, Ragged
-from lightning_rl.policy import media, model
-from lightning_rl.policy.processor import PictureProcessor
+from lightning_rl.policy import Layout, Microbatch, media, model, packing
+from lightning_rl.policy.plan import Plan
+from lightning_rl.policy.processor import PictureProcessor, processor_of
 from lightning_rl.rollouts import ahead, collector
 from lightning_rl.samples import Trajectory
 
@@ -40,7 +43,14 @@ import vision_task as task
 
 
 def findings(
-    folder: Path, *, steps: int = 2, minibatches: int = 1, staleness: int = 0, resumes: bool = False, **options: Any
+    folder: Path,
+    *,
+    steps: int = 2,
+    minibatches: int = 1,
+    staleness: int = 0,
+    resumes: bool = False,
+    val_check_interval: int | None = None,
+    **options: Any,
 ) -> list[dict[str, Any]]:
     module = RLLightningModule(
         policy=partial(task.untrained_policy, 0),
@@ -55,6 +65,7 @@ def findings(
     data = PromptDataModule(task.color_rows(32, seed=0), 8, **options)
     saves = [ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")] if staleness else []
     known: dict[str, Any] = {"default_root_dir": folder, "enable_checkpointing": bool(saves), "max_steps": steps}
+    known |= {} if val_check_interval is None else {"val_check_interval": val_check_interval}
     ckpt_path = folder / "step=2.ckpt" if resumes else None
     fit(module, callbacks=[SignalAudit(), *saves], data=data, ckpt_path=ckpt_path, **known)
     files = list(folder.rglob("findings-*.jsonl"))
@@ -135,6 +146,27 @@ def test_a_picture_with_exchanged_colors_is_found(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_evaluation_that_asks_for_the_pictures_of_the_next_question_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens = Questions.open
+
+    def roll(self: Questions, *given: Any) -> list[Trajectory]:
+        made = opens(self, *given)
+        media = [each.request.media for each in made]
+        pairs = zip(made, [*media[1:], media[0]], strict=True)
+        return [replace(each, request=replace(each.request, media=other)) for each, other in pairs]
+
+    held_out = task.color_rows(8, seed=9)
+    assert findings(tmp_path, minibatches=2, validation=held_out, val_check_interval=1) == []
+    monkeypatch.setattr(Questions, "open", roll)
+    found = findings(tmp_path, minibatches=2, validation=held_out, val_check_interval=1)
+    assert {(each["check"], each["culprit"]) for each in found} == {
+        ("logged_evaluations", "the requests of evaluation validation")
+    }
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_pictures_that_are_not_selected_with_their_rows_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +216,46 @@ def test_pictures_at_other_positions_or_in_another_order_are_refused_at_setup(
         findings(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ["media.items.pixel_values", "media.types.mm_token_type_ids", "position_ids"])
+def test_inputs_of_a_later_step_that_are_not_those_of_its_rows_are_found(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Plan.step
+
+    def roll(layout: Layout) -> Layout:
+        shown, key = layout.media, name.rpartition(".")[2]
+        assert shown is not None
+        if key == "position_ids":
+            return replace(layout, position_ids=layout.position_ids.roll(1, -1))
+        if key in shown.types:
+            return replace(layout, media=replace(shown, types={**shown.types, key: shown.types[key].roll(1, 1)}))
+        return replace(layout, media=replace(shown, items={**shown.items, key: shown.items[key].roll(1, 0)}))
+
+    def of_another(self: Plan, number: int) -> tuple[Microbatch, ...]:
+        own = step(self, number)
+        return own if number % 2 == 0 else tuple(replace(each, layout=roll(each.layout)) for each in own)
+
+    monkeypatch.setattr(Plan, "step", of_another)
+    found = [each for each in findings(tmp_path, minibatches=2) if each["check"] == "step_rows"]
+    assert len(found) == 1 and name in found[0]["observed"]
+
+
+def detach_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Embeddings get no gradient from rows with pictures."""
+    hidden_states = model._hidden_states  # noqa: SLF001
+
+    def without(backbone: Any, layout: Layout, *given: Any, whole: Any = None) -> Any:
+        if layout.media is None or whole is None:
+            return hidden_states(backbone, layout, *given, whole=whole)
+        embeddings = whole.get_input_embeddings()
+        handle = embeddings.register_forward_hook(lambda _module, _inputs, output: output.detach())
+        with handle:
+            return hidden_states(backbone, layout, *given, whole=whole)
+
+    monkeypatch.setattr(model, "_hidden_states", without)
+
+
 class Shots(Environment):
     """Shows a picture of one of the row's colors after each of two answers."""
 
@@ -211,6 +283,15 @@ class Opens(Shots):
     """Shows a picture before the first answer too."""
 
     opens = True
+
+
+class Places(Shots):
+    """Begins with another message, in which a place stands for the picture of the row."""
+
+    @override
+    def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[Message]:
+        super().reset(row, seed)
+        return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "red"}]}]
 
 
 class Rewrites(Shots):
@@ -268,6 +349,7 @@ def findings_of_turns(folder: Path, environment: type[Environment], family: str 
     ("environment", "family"),
     [
         (Words, "qwen2_5_vl"),
+        (Places, "qwen2_5_vl"),
         (Shots, "internvl"),
         (Opens, "llava_next"),
         (Rewrites, "qwen3_vl"),
@@ -311,13 +393,39 @@ def reverse_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trajectory, "media_of", reversed_pictures)
 
 
+def pictures_of_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every conversation begins with the pictures of the row that was opened last."""
+    opens, in_tokens, last = Environments.open, Environments.in_tokens, dict[str, Any]()
+
+    def note(self: Environments, wanted: Trajectory) -> Any:
+        last["media"] = wanted.prompt.media
+        return opens(self, wanted)
+
+    def begin(self: Environments, made: Any, prompt: Prompt) -> Any:
+        return in_tokens(self, made, replace(prompt, media=last.get("media", prompt.media)))
+
+    monkeypatch.setattr(Environments, "open", note)
+    monkeypatch.setattr(Environments, "in_tokens", begin)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("fault", [first_screen_again, reverse_turns])
+@pytest.mark.parametrize(
+    ("fault", "environment"),
+    [
+        (first_screen_again, Shots),
+        (reverse_turns, Shots),
+        (pictures_of_the_last_row, Shots),
+        (pictures_of_the_last_row, Places),
+    ],
+)
 def test_a_turn_with_other_pictures_than_its_environment_showed_is_found(
-    fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: Callable[[pytest.MonkeyPatch], None],
+    environment: type[Environment],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fault(monkeypatch)
-    (found,) = [each for each in findings_of_turns(tmp_path, Shots) if each["check"] == "environment_replays"]
+    (found,) = [each for each in findings_of_turns(tmp_path, environment) if each["check"] == "environment_replays"]
     assert found["culprit"].startswith("stage generate") and found["observed"].endswith(": pictures")
 
 
@@ -333,3 +441,97 @@ def test_pictures_that_the_processor_does_not_get_as_they_are_are_found(
     monkeypatch.setattr(PictureProcessor, "_call", halve)
     (found,) = findings(tmp_path)
     assert found["check"] == "picture_source" and "the processor of pictures" in found["culprit"]
+
+
+def rescale_pictures_of_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures of environments are scaled to [0, 1] twice."""
+    expand = PictureProcessor.expand
+
+    def rescale(self: PictureProcessor, *given: Any) -> Any:
+        part, factor = self.processor.image_processor, self.processor.image_processor.rescale_factor
+        part.rescale_factor = factor / 255
+        try:
+            return expand(self, *given)
+        finally:
+            part.rescale_factor = factor
+
+    monkeypatch.setattr(PictureProcessor, "expand", rescale)
+
+
+def blur_pictures_of_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor gets other pictures of environments than those that are recorded."""
+    expand = PictureProcessor.expand
+
+    def blur(self: PictureProcessor, token_ids: Any, pictures: Any, name: str) -> Any:
+        ids, found = expand(self, token_ids, [picture // 16 * 16 for picture in pictures], name)
+        return ids, found and replace(found, pictures=tuple(pictures))
+
+    monkeypatch.setattr(PictureProcessor, "expand", blur)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("fault", [rescale_pictures_of_conversations, blur_pictures_of_conversations])
+@pytest.mark.parametrize(("environment", "family"), [(Shots, "qwen2_5_vl"), (Opens, "gemma3")])
+def test_pictures_of_conversations_that_the_processor_reads_otherwise_are_found(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    environment: type[Environment],
+    family: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fault(monkeypatch)
+    (found,) = findings_of_turns(tmp_path, environment, family)
+    assert found["check"] == "picture_source" and found["observed"].endswith("of the conversations")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_options_of_the_processor_that_change_during_a_run_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opens = collector.Collector.open
+
+    def change(self: Any, *given: Any, **options: Any) -> Any:
+        processor: Any = processor_of(self.tokenizer)
+        processor.processor.image_processor.image_mean = [0.0, 0.0, 0.0]
+        return opens(self, *given, **options)
+
+    monkeypatch.setattr(collector.Collector, "open", change)
+    (found,) = findings(tmp_path)
+    assert found["check"] == "picture_source" and "the processor of pictures" in found["culprit"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("run", [findings, partial(findings_of_turns, environment=Shots)], ids=["prompts", "replies"])
+def test_embeddings_without_a_gradient_from_rows_with_pictures_are_found(
+    run: Callable[..., list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    detach_embeddings(monkeypatch)
+    found = {each["check"]: each["observed"] for each in run(tmp_path)}
+    assert "a gradient of the embeddings" in found["token_gradients"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_pictures_that_the_trainer_alone_leaves_out_are_not_the_engines_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = packing.media_inputs
+
+    def of_first_row(rows: Any, *given: Any, **options: Any) -> Any:
+        has_some = any(int(value.counts[0]) for value in rows.prompt_items.values())
+        return inputs(rows, *given, **options) if has_some else None
+
+    monkeypatch.setattr(packing, "media_inputs", of_first_row)
+    module = RLLightningModule(
+        policy=partial(vision_model, "qwen2_5_vl"),
+        tokenizer=PROCESSORS["qwen2_5_vl"](),
+        rewards=task.color_named,
+        sampling=SamplingParams(max_new_tokens=6),
+        optimizer=partial(AdamW, lr=1e-3),
+        group_size=4,
+    )
+    words = {"prompt": [{"role": "user", "content": "one two three " * 8}], "answer": "red"}
+    shown = {"prompt": [{"role": "user", "content": "what color"}], "images": [picture("red")], "answer": "red"}
+    audit, data = SignalAudit(1), PromptDataModule([words, shown] * 8, 8)
+    fit(module, callbacks=[audit], data=data, max_steps=2, default_root_dir=tmp_path)
+    found = [each.culprit for each in audit.findings if each.check == "weight_sync"]
+    assert found and all("the policy's forward on several rows" in each for each in found)

@@ -194,10 +194,10 @@ def test_parameters_that_no_output_depends_on_need_no_gradient() -> None:
 def test_a_backward_that_loses_the_last_token_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     follow = StepTrace.follow
 
-    def forgetful(self: StepTrace, view: LossView) -> Any:
+    def forgetful(self: StepTrace, view: LossView, *inputs: Any) -> Any:
         order = view.valid_tokens.cumsum(-1)
         view.logprobs.register_hook(lambda gradient: torch.where(order == order[:, -1:], 0.0, gradient))
-        return follow(self, view)
+        return follow(self, view, *inputs)
 
     monkeypatch.setattr(StepTrace, "follow", forgetful)
     culprit = "loss ClippedSurrogate, or the backward, at the last token of each response"

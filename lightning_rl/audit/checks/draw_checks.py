@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.audit.evidence import Evidence
+from lightning_rl.audit.prompt_watch import CONVERSATIONS
 from lightning_rl.audit.sampling_statistics import (
     NOISE_RATIOS,
     SHARES,
@@ -145,7 +146,8 @@ def prompt_source(evidence: Evidence) -> Iterator[Finding | Skip]:
             return
     pictures = {sample: pairs[0][0].media for sample, pairs in turns.items()}
     last = {sample: pairs[-1][0].media for sample, pairs in turns.items() if _is_one_context(pairs)}
-    stream = {} if rollout.segments is not None else evidence.stream_prompts
+    changed = any(places for _, places in evidence.strange_pictures.values())  # see picture_source
+    stream = {} if rollout.segments is not None or changed else evidence.stream_prompts
     rows, place = "stage generate, the pictures of its rows", "the pictures of the training data at its place"
     for culprit, expected, wrong in (
         (rows, "the pictures of the request in the trained row", _others_in_rows(rollout, pictures)),
@@ -245,22 +247,25 @@ def _differ(media: Media | None, kept: Mapping[str, Tensor]) -> bool:
 def picture_source(evidence: Evidence) -> Iterator[Finding | Skip]:
     """A few prompts of the training data and of each evaluation have the pictures of their rows.
 
-    Their token ids and arguments of the model are those that the processor makes of these.
+    Their token ids and arguments of the model are those that the processor, with its options at the start of the fit,
+    makes of these. So are the arguments for the pictures of a few conversations.
     """
     if not evidence.strange_pictures:
         yield Skip("no prompt has pictures")
     outputs: dict[str, Any] = {
         "culprit": f"{evidence.facts.data}the processor of pictures, or the library's call of it",
-        "expected": "the outputs of the processor for the text and the pictures of the prompt alone",
-        "cure": "call the processor once for each prompt, with its pictures as they are, and change no output; a "
-        "processor changes no picture at random",
+        "expected": "the outputs of the processor for the text and the pictures alone, as at the start of the fit",
+        "cure": "call the processor once for each prompt, with its pictures as they are, and change no output and no "
+        "option of the processor; a processor changes no picture at random",
     }
     for name, kinds in evidence.strange_pictures.items():
         for places, texts in zip(kinds, ({}, outputs), strict=True):
             if places:
-                samples = [each for each, prompt in evidence.stream_prompts.items() if prompt.index in places]
-                observed = f"others in prompt {places[0]} of {name}"
-                yield Finding(observed=observed, samples=samples[:4] if name == "the training data" else [], **texts)
+                samples = [*places] if name == CONVERSATIONS else list[int]()
+                if name == "the training data":
+                    samples = [each for each, prompt in evidence.stream_prompts.items() if prompt.index in places]
+                observed = f"others in {'sample' if name == CONVERSATIONS else 'prompt'} {places[0]} of {name}"
+                yield Finding(observed=observed, samples=samples[:4], **texts)
                 break
 
 

@@ -14,6 +14,8 @@ NO_POLICY = "there is no policy, or a callback's forward_context cannot be repea
 
 BEFORE = "stage score, the policy before the update"
 UPDATE = "stage update, the policy's forward"
+TRAINER = "stages score and update, the policy's forward on several rows, as its forward on one has the engine's values"
+BY_ROW = "read each row with its own tokens, positions and pictures, independent of the rows beside it"
 REFERENCE = "stage score, the reference"
 FAINT = 0.01  # a change that is none, relative to another one
 FAR = 2.0  # a gradient is a difference of values with a tolerance in nats
@@ -29,7 +31,9 @@ def logprob_alignment(evidence: Evidence) -> Iterator[Finding | Skip]:
     if outputs is None or not len(rows):
         yield Skip(NO_ROWS if outputs is not None else NO_POLICY)
     elif not evidence.plain:
-        yield Skip("the policy is sharded, a correction wraps forwards in a context, or replies have pictures")
+        yield Skip(
+            "the policy is sharded, a correction wraps forwards in a context, or rewritten contexts have pictures"
+        )
     findings = [
         *_misalignments(evidence, "old_logprobs", rows.old_logprobs, "policy", BEFORE),
         *_misalignments(evidence, "ref_logprobs", rows.ref_logprobs, "reference", REFERENCE),
@@ -71,18 +75,20 @@ def _misalignments(evidence: Evidence, name: str, field: Tensor | None, model: s
 def token_gradients(evidence: Evidence) -> Iterator[Finding | Skip]:
     """Every token contributes to the gradient of the update's forward, also the last one.
 
-    The gradient of log-probabilities at both ends of responses with respect to a few small parameters equals that of
-    the model's plain forward.
+    The gradient of log-probabilities at both ends of responses with respect to a few small parameters, and to the
+    embeddings, equals that of the model's plain forward.
     """
     if len(evidence.token_gradients) < 3:
         yield Skip("no small parameter trains, the checked rows are long, or there is no plain forward")
         return
-    (ours, plain, scores), tolerance = evidence.token_gradients, evidence.facts.tolerance
-    away, size = float((ours - plain).norm()), float(plain.norm())
-    if away > tolerance * (
-        FAR * size + float(scores.norm()) / 10
-    ):  # little of the score's gradient remains at near-certain tokens
-        yield Finding(observed=f"a gradient that differs by {away / size if size else 1.0:.3g} of its norm")
+    tolerance, parts = evidence.facts.tolerance, iter(evidence.token_gradients)
+    for of, ours, plain, scores in zip(("", " of the embeddings"), parts, parts, parts, strict=False):
+        away, size = float((ours - plain).norm()), float(plain.norm())
+        if away > tolerance * (
+            FAR * size + float(scores.norm()) / 10
+        ):  # little of the score's gradient remains at near-certain tokens
+            yield Finding(observed=f"a gradient{of} that differs by {away / size if size else 1.0:.3g} of its norm")
+            return
 
 
 @check(culprit="engine {engine}", cure="check load_weights, the prefix cache and the temperature of the engine")
@@ -103,10 +109,16 @@ def weight_sync(evidence: Evidence) -> Iterator[Finding | Skip]:
     mean = float(gap.sum() / fresh.sum().clamp(min=1))
     if mean > tolerance or bool((per_row > 5 * tolerance).any()):
         worst, read = int(per_row.argmax()), "pictures that it reads otherwise, " * bool(rows.prompt_items)
+        why = f": other weights, a stale cache, {read}or another temperature"
+        pairs = ("logprobs", evidence.outputs.logprobs), ("rollout_logprobs", rows.rollout_logprobs)
+        ours, theirs = (any(_misalignments(evidence, *pair, "policy", TRAINER)) for pair in pairs)
+        of_trainer = ours and not theirs
         yield Finding(
+            culprit=TRAINER if of_trainer else "",
+            cure=BY_ROW if of_trainer else "",
             expected=f"log-probabilities within {tolerance:.2g} nats of the policy's",
-            observed=f"{mean:.3g} nats apart on average, {float(per_row[worst]):.3g} in one row: other "
-            f"weights, a stale cache, {read}or another temperature",
+            observed=f"{mean:.3g} nats apart on average, {float(per_row[worst]):.3g} in one row"
+            + why * (not of_trainer),
             samples=[int(rows.sample_ids[worst])],
             positions=[int(gap[worst].argmax())],
         )

@@ -50,7 +50,10 @@ def resumed_state(evidence: Evidence) -> Sequence[Finding]:
 
 @check(cure="", of_step=True)
 def logged_evaluations(evidence: Evidence) -> Sequence[Finding]:
-    """``reward/task`` and ``pass@k`` of an evaluation follow from its rewards, and one sample per prompt is greedy."""
+    """``reward/task`` and ``pass@k`` of an evaluation follow from its rewards, and one sample per prompt is greedy.
+
+    Each request has the tokens and pictures of its prompt.
+    """
     return [edit for edit in evidence.edits if edit.check == "logged_evaluations"]
 
 
@@ -60,8 +63,19 @@ def logged_evaluations(evidence: Evidence) -> Sequence[Finding]:
     of_step=True,
 )
 def step_rows(evidence: Evidence) -> Iterator[Finding | Skip]:
-    """The rows of a step are those of the plan, and a pass contains each trained row once."""
+    """The rows of a step are those of the plan, and a pass contains each trained row once.
+
+    The model reads the tokens, positions, pictures and other inputs that follow from the rows of each microbatch.
+    """
     step, rollout = evidence.step, evidence.rollout
+    if step is not None and step.other_inputs:
+        samples = [*dict.fromkeys(sample for each in step.other_inputs.values() for sample in each)]
+        yield Finding(
+            expected="the inputs of the model that follow from the rows of each microbatch",
+            observed=f"another {', '.join(sorted(step.other_inputs))} in the microbatches of {len(samples)} rows",
+            cure="read tokens, positions and pictures from the rows of the plan, in every step",
+            samples=samples[:4],
+        )
     if step is None or step.planned is None:
         yield Skip(UNSEEN)
         return

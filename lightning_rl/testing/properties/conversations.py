@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lightning_rl.data.pictures import pixels_of, place_pictures
+from lightning_rl.data.pictures import has_open_place, pixels_of, place_pictures
 from lightning_rl.environments import Environment
 from lightning_rl.environments.environment import check_figures
 from lightning_rl.environments.messages import REWRITTEN
@@ -45,14 +45,22 @@ class Part(NamedTuple):
 
 
 def play(
-    factory: Callable[[], Any], row: Mapping[str, Any], seed: int, answers: Iterable[Answer], parts: list[Part]
+    factory: Callable[[], Any],
+    row: Mapping[str, Any],
+    seed: int,
+    answers: Iterable[Answer],
+    parts: list[Part],
+    pictures: Sequence[Pixels] = (),
 ) -> Iterator[str]:
-    """Run one conversation and append the result of each call to ``parts``; yield the name of each call before it."""
+    """Run one conversation and append the result of each call to ``parts``; yield the name of each call before it.
+
+    ``pictures`` are those of the row.
+    """
     yield "reset"
     made: Any = environment_of(factory())
     opening = check_reset(made, made.reset(copy_plain(dict(row)), seed))
-    words, pictures = _take_pictures(made, opening, getattr(made, "opening_media", None))
-    parts.append(Part(words, pictures=pictures))
+    words, shown = _take_pictures(made, opening, getattr(made, "opening_media", None), pictures)
+    parts.append(Part(words, pictures=shown if words else pictures))
     for answer in answers:
         if parts[-1].done:
             break
@@ -87,12 +95,15 @@ def _reply(made: Any, calls: Calls) -> Part:
     )
 
 
-def _take_pictures(made: Any, words: Sequence[Any], media: Media | None) -> tuple[list[Any], Sequence[Pixels]]:
-    """Return messages with places of pictures, or token ids, and the pictures."""
+def _take_pictures(
+    made: Any, words: Sequence[Any], media: Media | None, of_row: Sequence[Pixels] = ()
+) -> tuple[list[Any], Sequence[Pixels]]:
+    """Return messages with places of pictures, or token ids, and the pictures; places without one have the row's."""
     if not isinstance(made, Environment):
         return plain_copy(words), () if media is None else media.pictures
-    placed, found = place_pictures(words, [], "messages")
-    return plain_copy(placed), [pixels_of(value, "a picture of an environment") for value in found]
+    placed, found = place_pictures(words, of_row if has_open_place(words) else (), "messages")
+    name = "a picture of an environment"
+    return plain_copy(placed), [value if isinstance(value, torch.Tensor) else pixels_of(value, name) for value in found]
 
 
 def same_pictures(ours: Sequence[Pixels], theirs: Sequence[Pixels]) -> bool:
