@@ -1,6 +1,6 @@
 """StepTrace: outputs, gradients and metrics of one optimizer step, for observers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch

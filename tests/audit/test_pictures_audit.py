@@ -397,9 +397,9 @@ def pictures_of_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every conversation begins with the pictures of the row that was opened last."""
     opens, in_tokens, last = Environments.open, Environments.in_tokens, dict[str, Any]()
 
-    def note(self: Environments, wanted: Trajectory) -> Any:
+    def note(self: Environments, wanted: Trajectory, model: str = "") -> Any:
         last["media"] = wanted.prompt.media
-        return opens(self, wanted)
+        return opens(self, wanted, model)
 
     def begin(self: Environments, made: Any, prompt: Prompt) -> Any:
         return in_tokens(self, made, replace(prompt, media=last.get("media", prompt.media)))
