@@ -15,6 +15,7 @@ from lightning_rl.callbacks.overlong_penalty import OverlongPenalty
 from lightning_rl.callbacks.positive_nll import PositiveNLL
 from lightning_rl.callbacks.reference_kl import ReferenceKL
 from lightning_rl.callbacks.reward_normalization import RewardNormalization
+from lightning_rl.callbacks.role_baseline import RoleBaseline
 from lightning_rl.callbacks.rollout_kl import RolloutKL
 from lightning_rl.callbacks.router_aux_loss import RouterAuxLoss
 from lightning_rl.callbacks.router_replay import RouterReplay
@@ -41,6 +42,7 @@ __all__ = [
     "PositiveNLL",
     "ReferenceKL",
     "RewardNormalization",
+    "RoleBaseline",
     "RolloutKL",
     "RouterAuxLoss",
     "RouterReplay",

@@ -474,6 +474,13 @@ def by_signal() -> Dots:
     return Dots(x, means, right, "share of right answers in the group", "mean absolute advantage", MARKS)
 
 
+def with_baseline() -> corrections.RoleBaseline:
+    """Return the baseline of a role that has won half of its games; rows without a role have it here."""
+    made = corrections.RoleBaseline()
+    made.baselines = {"": 0.5}
+    return made
+
+
 GAE_ONE = ("GAE", estimators.GAE())
 ADDED = "added to the reward"
 OF_ROWS = ("reward_mask", "replace_reward", "reward_bonus", "keep_groups", "exclude")
@@ -534,6 +541,7 @@ FIGURES: Mapping[str, Callable[[], Dots]] = {
     "RewardNormalization": partial(
         by_row, corrections.RewardNormalization("group", "none"), "replace_reward", "reward", group=True
     ),
+    "RoleBaseline": partial(by_row, with_baseline(), "reward_bonus", ADDED),
     "EntropyBonus": partial(by_entropy, corrections.EntropyBonus(0.05)),
     "PositiveNLL": partial(by_imitation, corrections.PositiveNLL(0.1)),
     "ReferenceKL": partial(by_term, corrections.ReferenceKL(0.05, as_loss=True), "ref"),

@@ -22,6 +22,7 @@ from lightning_rl.callbacks import (
     PositiveNLL,
     ReferenceKL,
     RewardNormalization,
+    RoleBaseline,
     RolloutKL,
     RouterAuxLoss,
     RouterReplay,
@@ -74,6 +75,7 @@ EXAMPLES: list[RLCallback] = [
     RouterAuxLoss(0.1),
     RouterReplay(),
     ScoreCentering(),
+    RoleBaseline(),
 ]
 # decide by finish reason, length, reward, entropy and load of experts, not by policies
 CHANGES_ON_POLICY = (
@@ -81,7 +83,8 @@ CHANGES_ON_POLICY = (
     RewardNormalization, RouterAuxLoss,
 )  # fmt: skip
 LOGGED_BY_THE_CORE = (DynamicSampling, RouterReplay)  # groups/sampled and groups/filtered; kl/rollout
-ACTS_ELSEWHERE = (Curriculum, RouterReplay)  # in the choice of prompts and in the policy, which are not seen here
+NEEDS_DATA = (Curriculum, RoleBaseline)  # rows and columns; their options are tested in tests/callbacks
+ACTS_ELSEWHERE = (Curriculum, RoleBaseline, RouterReplay)  # on prompts, columns of the data and the policy
 INF = math.inf
 BAND = {"low": (0.9, 0.99), "high": (1.1, 1.01)}
 KL = {"estimator": ("k3", "k2"), "as_loss": (False, True), "unbiased": (False, True)}
@@ -125,6 +128,7 @@ KNOBS: dict[type, dict[str, tuple[Any, Any]]] = {
         "unbiased": (True, False), "epsilon": (1e-6, 0.1), "clip": (INF, 0.5),
         "weights": (None, {"task": 2.0, "other": 1.0}),
     },
+    RoleBaseline: {"column": ("role", "game"), "decay": (0.95, 0.5)},
     RouterAuxLoss: {"coef": (0.001, 0.1)},
     RouterReplay: {},
     ScoreCentering: {"k": (32, None)},
@@ -147,6 +151,7 @@ OFF: dict[type, list[RLCallback]] = {
     TeacherKL: [TeacherKL(None, 0.0), TeacherKL(None, 0.0, as_loss=True)],
     EntropyBonus: [EntropyBonus(0.0)],
     RewardNormalization: [RewardNormalization("none", "none")],
+    RoleBaseline: [RoleBaseline(decay=1.0)],
     RouterAuxLoss: [RouterAuxLoss(0.0)],
 }
 WITHOUT_OFF_VALUE = {
