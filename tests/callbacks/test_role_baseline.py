@@ -1,4 +1,4 @@
-"""RoleBaseline: each role has the mean of its own rewards as baseline, from earlier rollouts, and resumes exactly."""
+"""RoleBaseline: each role has the mean of its rewards in earlier rollouts as baseline, and resumes exactly."""
 
 from collections.abc import Sequence
 from pathlib import Path
