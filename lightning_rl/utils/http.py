@@ -157,9 +157,10 @@ class Client:
 
     def close(self) -> None:
         """Cancel all calls, later ones included, and close connections."""
-        REQUESTS.run(self._close())
+        REQUESTS.run(self.aclose())
 
-    async def _close(self) -> None:
+    async def aclose(self) -> None:
+        """Close the client, called by a coroutine of the event loop."""
         self._closed = True
         self._expire()
         while self._deadlines:  # or a reader would find its connection closed

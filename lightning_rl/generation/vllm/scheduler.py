@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import threading
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from lightning_rl.utils.http import Unanswered
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """One server of a pool."""
+    """One server of a fleet."""
 
     client: ServerClient
     ready: bool = False  # has the current weights and accepts requests
@@ -23,7 +22,7 @@ class Server:
     losses: int = 0  # since the last answer
     due: float = 0.0  # earliest time of a retry, by the monotonic clock
     error: Exception = field(default_factory=lambda: Unanswered("not contacted yet"))  # reason for not being ready
-    loading: threading.Lock = field(default_factory=threading.Lock)  # held while weights are loaded
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while weights are loaded
 
 
 @dataclass(slots=True, eq=False)

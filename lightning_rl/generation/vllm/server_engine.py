@@ -23,14 +23,14 @@ from lightning_rl.generation.sessions import Sessions
 from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.discovery import Listing, ServerList
+from lightning_rl.generation.vllm.fleet import Fleet
 from lightning_rl.generation.vllm.group import Specification
 from lightning_rl.generation.vllm.scheduler import Seat
 from lightning_rl.generation.vllm.server_client import ServerClient
-from lightning_rl.generation.vllm.server_pool import ServerPool
 from lightning_rl.generation.vllm.storage import delete_leftovers
 from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of, pictures_of
 from lightning_rl.generation.vllm.vllm_weights import VLLMWeights, WeightSender
-from lightning_rl.generation.vllm.weight_push import Proof, WeightPush
+from lightning_rl.generation.vllm.weight_push import WeightPush
 from lightning_rl.generation.weights import weight_stream
 from lightning_rl.generation.weights.canary import Canary, canary_of
 from lightning_rl.policy.media import placeholders_of
@@ -38,6 +38,7 @@ from lightning_rl.policy.processor import processor_of
 from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS, FinishReason
 from lightning_rl.samples import Completion, Request
 from lightning_rl.utils.arguments import check_counts, check_numbers
+from lightning_rl.utils.event_loop import REQUESTS, run_all
 from lightning_rl.utils.http import read_url
 
 TRANSFERS = ("file", "broadcast")
@@ -113,7 +114,7 @@ class VLLMServerEngine(WeightSender, Engine):
         self._key = os.environ.get("VLLM_API_KEY") if api_key is None else api_key
         self._list = ServerList(self.servers, self._check_url)
         self.canary = canary_of(canary)
-        self._pool: ServerPool | None = None
+        self._fleet: Fleet | None = None
         self._broadcast: Broadcast | None = None
         self._placeholders: list[int] = []  # token ids that stand for pictures
 
@@ -140,7 +141,7 @@ class VLLMServerEngine(WeightSender, Engine):
             ValueError: If the model trains more than an adapter that is to be sent alone, or a server does not suit the
                 run; if the list may change, only if all are unsuitable.
         """
-        if self._pool is not None:
+        if self._fleet is not None:
             raise RuntimeError("expected an engine that is not started, got a started one: call close() first")
         self._outgoing = VLLMWeights(model, lora=self.lora, pictures=processor_of(tokenizer) is not None)
         rank = dist.get_rank() if process_count() > 1 else 0
@@ -158,8 +159,9 @@ class VLLMServerEngine(WeightSender, Engine):
             private=self.storage is None,
             lora_rank=0 if self._adapter is None else self._adapter.max_lora_rank,
         )
-        pool = self._pool = ServerPool(
-            [self._client_of(url) for url in urls],
+        fleet = self._fleet = Fleet(
+            urls,
+            self._client_of,
             push,
             patience=self.patience,
             rank=rank,
@@ -167,12 +169,8 @@ class VLLMServerEngine(WeightSender, Engine):
             source=self._list.source,
         )
         push.open()
-        for error in pool.refresh():
-            if isinstance(error, ValueError) and self._list.fixed:
-                raise error
-        pool.watch(pool.servers)
-        self._list.watch(urls, lambda urls: pool.follow(urls, self._client_of))
-        pool.wait(strict=True)
+        self._list.watch(urls, lambda urls: REQUESTS.run(fleet.follow(urls)))
+        REQUESTS.run(fleet.start())
         served = push.description
         self.dtype, self.allows_tf32 = getattr(torch, served.dtype), served.device != "cpu"
         self.max_length = served.max_length
@@ -182,19 +180,19 @@ class VLLMServerEngine(WeightSender, Engine):
     @override
     def expect(self, weights: weight_stream.Weights) -> None:
         """Compare names and shapes with those of every server; servers that join later are compared then."""
-        pool, tensors, device = self._running(), list[Specification](), torch.device("cpu")
+        fleet, tensors, device = self._running(), list[Specification](), torch.device("cpu")
         for name, weight in self._stream(weights):
             dtype = self.dtype if weight.is_floating_point() and name not in self._stream.exact else weight.dtype
             tensors.append((name, tuple(weight.shape), str(dtype).removeprefix("torch.")))
             device = weight.device
-        pool.compare([(name, shape) for name, shape, _ in tensors])
-        if self.transfer == "broadcast" and pool.push.writes:
-            self._broadcast = Broadcast(pool, tensors, device)
+        REQUESTS.run(fleet.compare([(name, shape) for name, shape, _ in tensors]))
+        if self.transfer == "broadcast" and fleet.push.writes:
+            self._broadcast = Broadcast(fleet.push.run, tensors, device, fleet.push.description.device)
 
-    def _running(self) -> ServerPool:
-        if self._pool is None:
+    def _running(self) -> Fleet:
+        if self._fleet is None:
             raise RuntimeError("expected a started engine, got one that is not: call start() first")
-        return self._pool
+        return self._fleet
 
     @override
     @torch.no_grad()
@@ -204,18 +202,18 @@ class VLLMServerEngine(WeightSender, Engine):
         The stream is read to its end even after a failure, because other ranks take part in gathering it. Requests in
         flight continue with the new weights, or with the adapter that they name.
         """
-        pool, rest = self._running(), iter(weights)
-        push = pool.push
+        fleet, rest = self._running(), iter(weights)
+        push = fleet.push
         with failing_together("a push of the weights", EngineError):
             try:
                 if push.writes:
                     self._bring(weight_stream.verify(self._stream(rest), dict(push.sent)), version)
-                    pool.update()
+                    REQUESTS.run(fleet.update())
             finally:
                 deque(rest, maxlen=0)
         if not push.writes:
             push.advance(push.next_label(version))
-            pool.update()
+            REQUESTS.run(fleet.update())
         oldest = version
         if self._adapter is not None:  # vLLM may read the adapter of a request in flight again
             oldest = min(
@@ -223,7 +221,7 @@ class VLLMServerEngine(WeightSender, Engine):
             )
         if push.writes:
             push.delete_earlier(oldest)
-        pool.oldest = push.label.number
+        fleet.oldest = push.label.number
 
     def _bring(self, weights: weight_stream.Weights, version: int) -> None:
         """Send or write weights, all of them or the adapter, which become the current ones."""
@@ -232,7 +230,7 @@ class VLLMServerEngine(WeightSender, Engine):
         if adapter is not None and push.current is not None:
             deque(weights, maxlen=0)
         elif broadcast is not None:
-            push.send(partial(broadcast.send, weights), push.base or label)
+            push.send(partial(broadcast.send, self._running().ready(), weights), push.base or label)
         else:
             copies = weight_stream.copies(weights, self.dtype, torch.device("cpu"), self._stream.exact)
             push.write(copies, push.base or label)
@@ -247,8 +245,8 @@ class VLLMServerEngine(WeightSender, Engine):
         Requests with the same prompt go to one server, but separately: vLLM gives the samples of one request
         consecutive seeds.
         """
-        pool, limits, seats = self._running(), self._limits(), defaultdict[tuple[int, ...], Seat](Seat)
-        oldest = pool.oldest
+        limits, seats = self._limits(), defaultdict[tuple[int, ...], Seat](Seat)
+        oldest = self._running().oldest
         for request in requests:
             limits.check(request)
 
@@ -257,7 +255,7 @@ class VLLMServerEngine(WeightSender, Engine):
             self.in_flight.discard(request)
             return completion
 
-        return pool.run(answer, requests)
+        return REQUESTS.run(run_all(map(answer, requests)))
 
     @override
     async def serve(self, sessions: Sessions, *, logprobs: bool) -> None:
@@ -318,32 +316,29 @@ class VLLMServerEngine(WeightSender, Engine):
 
     @override
     def score(self, rows: Sequence[Sequence[int]]) -> list[Float[Tensor, " L1"]]:
-        pool = self._running()
+        fleet = self._running()
 
         async def score(ids: Sequence[int]) -> Tensor:
-            return (await pool.ask(ids, SCORING, name="score", oldest=pool.oldest)).prompt_logprobs
+            return (await fleet.ask(ids, SCORING, name="score", oldest=fleet.oldest)).prompt_logprobs
 
-        return pool.run(score, rows)
+        return REQUESTS.run(run_all(map(score, rows)))
 
     @override
     def score_copies(self, ids: Sequence[int]) -> dict[str, Float[Tensor, " L1"]]:
-        pool = self._running()
-        scores = {url: sample.prompt_logprobs for url, sample in pool.ask_all(ids, SCORING, name="canary").items()}
-        pool.accept(Proof(pool.push.label, tuple(ids), next(iter(scores.values()))), scores.keys())
-        return scores
+        return REQUESTS.run(self._running().score_copies(ids))
 
     @override
     def close(self) -> None:
         """Cancel every call and delete the written weights; the servers keep running."""
         super().close()
-        pool, self._pool = self._pool, None
+        fleet, self._fleet = self._fleet, None
         self._list.close()
         broadcast, self._broadcast = self._broadcast, None
         if broadcast is not None:
             broadcast.close()
-        if pool is not None:
+        if fleet is not None:
             gc.unfreeze()
-            pool.close()
-            pool.push.close()
+            REQUESTS.run(fleet.close())
+            fleet.push.close()
         else:  # a resumed run may have had nothing left to generate
             delete_leftovers(Path(self.storage or tempfile.gettempdir()))

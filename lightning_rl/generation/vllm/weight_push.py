@@ -1,5 +1,6 @@
 """Push of the trainer's weights to servers: files, labels, and the check of each server."""
 
+import asyncio
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -71,15 +72,17 @@ class WeightPush:
         self.current: Label | None = None
         self.proof: Proof | None = None
         self.has_tokenizer = tokenizer is not None
-        self._tokenizer, self._canary, self._lora_rank = tokenizer, canary, lora_rank
+        self._canary, self._lora_rank = canary, lora_rank
         self._architecture = (model.config.architectures or [type(model).__name__])[0]
         self._vocabulary = model.config.get_text_config().vocab_size
+        self._ids = [] if tokenizer is None else list(range(min(self._vocabulary, len(tokenizer), DECODED)))
+        self._text = None if tokenizer is None else tokenizer.decode(self._ids)
         self._description: WorkerDescription | None = None
         self._versions: dict[int, int] = {}  # by number of the push
         self._loaded: set[str] = set()
         self._described: set[str] = set()
         self._spare: tuple[Label, Weights] | None = None
-        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._writing = threading.Lock()
 
     @property
     def description(self) -> WorkerDescription:
@@ -169,7 +172,7 @@ class WeightPush:
         """Delete the folder."""
         self.folder.close()
 
-    def update(self, client: ServerClient) -> None:
+    async def update(self, client: ServerClient) -> None:
         """Bring a server to the current weights, unless it has them, and compare it with the proof if there is one.
 
         Raises:
@@ -179,35 +182,35 @@ class WeightPush:
         """
         current = None
         while current is None or current != self.current:  # it may change meanwhile
-            current, label = self.current, client.label()
+            current, label = self.current, await client.label()
             if label is None or label.run != self.run or client.url not in self._described:
-                self._check(client, label)
+                await self._check(client, label)
             if current is None:
                 return
             if label != current:
                 if not self.writes:
                     waits = "waits for rank 0 to push the weights of version"
                     raise Unanswered(f"{client.url} {waits} {current.version}")
-                self._load(client, label, current)
+                await self._load(client, label, current)
                 self._loaded.add(client.url)
             client.adapter = None if self.base is None else current
             try:
-                self._prove(client, current)
+                await self._prove(client, current)
             except CanaryError:
-                client.clear_label()
+                await client.clear_label()
                 raise
 
-    def _load(self, client: ServerClient, held: Label | None, current: Label) -> None:
+    async def _load(self, client: ServerClient, held: Label | None, current: Label) -> None:
         whole = self.base or current
         if self.base is None or held is None or held.run != self.run:
-            client.load(self._folder_with(whole), whole)
+            await client.load(await asyncio.to_thread(self._folder_with, whole), whole)
         if self.base is not None:
-            client.load_adapter(self._folder_of(current), current)
+            await client.load_adapter(self._folder_of(current), current)
 
-    def _check(self, client: ServerClient, label: Label | None) -> None:
+    async def _check(self, client: ServerClient, label: Label | None) -> None:
         if label is not None and label.run != self.run and client.url in self._loaded:
             raise ValueError(f"expected {client.url} to serve one trainer, but another one has loaded weights into it")
-        description = client.describe()
+        description = await client.describe()
         policy = {"architecture": self._architecture, "vocabulary": self._vocabulary}
         _compare(client.url, description, policy, "the policy has")
         if description.max_lora_rank < self._lora_rank:
@@ -216,24 +219,22 @@ class WeightPush:
                 f"{description.max_lora_rank}: start it by lightning-rl serve ... -- --enable-lora --max-lora-rank "
                 f"{self._lora_rank}"
             )
-        with self._lock:
-            self._description = self._description or description
+        self._description = self._description or description
         _compare(client.url, description, self._description._asdict(), "the other servers have")
-        if self._tokenizer is not None:
-            ids = list(range(min(self._vocabulary, len(self._tokenizer), DECODED)))
-            alike = description.has_tokenizer and client.detokenize(ids) == self._tokenizer.decode(ids)
+        if self._text is not None:
+            alike = description.has_tokenizer and await client.detokenize(self._ids) == self._text
             if self.has_tokenizer and not alike and self.current is not None:
                 raise ValueError(f"expected the trainer's tokenizer at {client.url}, as the other servers have")
             self.has_tokenizer = self.has_tokenizer and alike
         if self.sent:
-            client.compare(self.sent)
+            await client.compare(self.sent)
         self._described.add(client.url)  # last, so that a server that was refused is checked again
 
-    def _prove(self, client: ServerClient, label: Label) -> None:
+    async def _prove(self, client: ServerClient, label: Label) -> None:
         proof = self.proof
         if proof is None or proof.label != label or self._canary is None:
             return
-        sample = client.sample(f"proof-{label}-{token_hex(4)}", proof.ids, SCORING)
+        sample = await client.draw(f"proof-{label}-{token_hex(4)}", proof.ids, SCORING)
         gap = (sample.prompt_logprobs - proof.logprobs).double().abs()
         served = self.description
         rounding = Rounding.of({getattr(torch, served.dtype)}, tf32=served.device != "cpu")

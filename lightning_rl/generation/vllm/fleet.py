@@ -1,21 +1,21 @@
-"""Pool of servers: routing of requests, retries, and recovery of lost servers."""
+"""Fleet: servers of a run, with routing of requests, retries, and recovery of lost servers."""
 
 import asyncio
 import itertools
 import logging
-import threading
-import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
+
+from torch import Tensor
 
 from lightning_rl.generation.engine import EngineError
 from lightning_rl.generation.vllm.scheduler import Places, Seat, Server
 from lightning_rl.generation.vllm.server_client import Sample, ServerClient
+from lightning_rl.generation.vllm.vllm_sampling import SCORING
 from lightning_rl.generation.vllm.weight_push import Proof, WeightPush
 from lightning_rl.generation.weights.weight_stream import Shape
-from lightning_rl.utils.event_loop import REQUESTS
+from lightning_rl.utils.event_loop import run_all
 from lightning_rl.utils.http import Cancelled, Refused, Unanswered
 
 LOG = logging.getLogger(__name__)
@@ -23,15 +23,17 @@ ATTEMPTS = 6  # per request
 POLL = 1.0  # seconds between two health checks
 BACKOFF, MAX_BACKOFF = 0.25, 10.0  # seconds until a lost server is tried again; doubles with each loss
 MAX_DOUBLINGS = 16  # avoids overflow
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+ENDING = 5.0  # seconds in which a load that was interrupted resumes the requests of its server
 
 
-class ServerPool:
-    """Sends each request to a server with a free slot, and to another one if that server is lost.
+class Fleet:
+    """Servers of a run, each of which gets requests while it has the current weights.
+
+    The state lives in the event loop of requests: coroutines run there, and other threads only read it.
 
     Args:
-        clients: Clients of the servers.
+        urls: URLs of the servers.
+        connect: Function that returns the client of a URL.
         push: Push that brings a server to the current weights.
         patience: Seconds without a ready server after which requests fail.
         rank: Rank of this process.
@@ -44,7 +46,8 @@ class ServerPool:
 
     def __init__(
         self,
-        clients: Sequence[ServerClient],
+        urls: Sequence[str],
+        connect: Callable[[str], ServerClient],
         push: WeightPush,
         *,
         patience: float,
@@ -52,15 +55,16 @@ class ServerPool:
         at_once: int = 256,
         source: str = "",
     ) -> None:
-        self.push, self.patience, self.rank, self.at_once, self.source = push, patience, rank, at_once, source
+        self.push, self.patience, self.rank, self.source = push, patience, rank, source
         self.oldest = 0
-        self._places = Places([Server(client) for client in clients], at_once=at_once, rank=rank)
+        self._connect = connect
+        self._places = Places([Server(connect(url)) for url in urls], at_once=at_once, rank=rank)
         self._expiry: asyncio.TimerHandle | None = None  # of the patience of waiting requests
         self._numbers = itertools.count()
-        self._changed = threading.Condition()
-        self._closed = threading.Event()
+        self._changed = asyncio.Event()
+        self._closed = False
         self._open = list(self.servers)  # listed servers, and removed ones with requests in flight
-        self._watchers = list[threading.Thread]()
+        self._tasks = list[asyncio.Task[None]]()
         self._waits = False  # True once a wait for a server has been logged
 
     @property
@@ -68,59 +72,63 @@ class ServerPool:
         """All listed servers, including lost ones."""
         return self._places.servers
 
-    def watch(self, servers: Sequence[Server]) -> None:
-        """Start a thread for each server that checks its health and recovers it."""
-        for server in servers:
-            name = f"watch-{server.client.url}"
-            self._watchers.append(threading.Thread(target=self._watch, args=(server,), name=name, daemon=True))
-            self._watchers[-1].start()
+    def ready(self) -> list[Server]:
+        """Return the servers that accept requests."""
+        return [server for server in self.servers if server.ready]
 
-    def follow(self, urls: Sequence[str], connect: Callable[[str], ServerClient]) -> None:
-        """Replace the servers by those of these URLs. Called by one thread.
+    async def start(self) -> None:
+        """Check every server, begin to check their health and to recover lost ones, and wait until one is ready.
+
+        Raises:
+            EngineError: If none is ready within the patience.
+            ValueError: If a server is unsuitable; if the list may change, only if all are.
+        """
+        servers = self.servers
+        for error in await self._refresh_all():
+            if isinstance(error, ValueError) and not self.source:
+                raise error
+        self._watch_all(servers)
+        await self.wait(strict=True)
+
+    def _watch_all(self, servers: Sequence[Server]) -> None:
+        self._tasks += [asyncio.create_task(self._watch(server)) for server in servers]
+
+    async def follow(self, urls: Sequence[str]) -> None:
+        """Replace the servers by those of these URLs.
 
         A new server gets requests once it has the current weights and the same log-probabilities of the canary's
         tokens as another server. A removed one gets no more requests, and is closed when its requests in flight have
         ended.
         """
         known = {server.client.url: server for server in self.servers}
-        servers = [known.get(url) or Server(connect(url)) for url in urls]
+        servers = [known.get(url) or Server(self._connect(url)) for url in urls]
         gone = [server for server in self.servers if server not in servers]
         new = [server for server in servers if server.client.url not in known]
         for server in gone:
             server.listed = False
             self.push.forget(server.client.url)
-        with self._changed:
-            self._places.servers = servers
-            self._open += new
-        self.watch(new)
+        self._places.servers = servers
+        self._open += new
+        self._watch_all(new)
         LOG.warning("servers by %s: added %s, removed %s", self.source, _names(new), _names(gone))
         self._notify()
 
-    def _let_go(self, server: Server) -> None:
-        """Close a removed server."""
-        with server.loading:
-            if self.push.writes:
-                with suppress(Unanswered, Refused, Cancelled):
-                    server.client.leave()
-            LOG.warning("%s is closed: it was removed from the list, and its requests have ended", server.client.url)
-            server.client.close()
-            self._open.remove(server)
-
-    def close(self) -> None:
-        """Stop all threads and cancel every call."""
-        self._closed.set()
-        for server in list(self._open):
-            server.client.close()
+    async def close(self) -> None:
+        """End all tasks and cancel every call."""
+        self._closed = True
         self._notify()
-        for watcher in self._watchers:
-            watcher.join()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*(self._leave(server) for server in self._open))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def ready(self) -> list[Server]:
-        """Return the servers that accept requests."""
-        with self._changed:
-            return [server for server in self.servers if server.ready]
+    async def _leave(self, server: Server) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ENDING), server.loading:  # a load that was interrupted resumes the server
+                pass
+        await server.client.aclose()
 
-    def wait(self, *, strict: bool = False) -> None:
+    async def wait(self, *, strict: bool = False) -> None:
         """Wait until a server is ready.
 
         Args:
@@ -129,20 +137,20 @@ class ServerPool:
         Raises:
             EngineError: If none is ready within the patience.
             ValueError: If a server is unsuitable, see ``strict``.
-            Cancelled: If the pool was closed.
+            Cancelled: If the fleet was closed.
         """
-        end = time.monotonic() + self.patience
-        with self._changed:
-            while not any(server.ready for server in self.servers):
-                self._check_open()
-                wrong = [server.error for server in self.servers if isinstance(server.error, ValueError)]
-                if strict and wrong and (not self.source or len(wrong) == len(self.servers)):
-                    raise wrong[0]
-                self._log_wait()
-                if time.monotonic() >= end:
-                    raise self._none_ready()
-                self._changed.wait(end - time.monotonic())
+        end = _now() + self.patience
+        while not self.ready():
             self._check_open()
+            wrong = [server.error for server in self.servers if isinstance(server.error, ValueError)]
+            if strict and wrong and (not self.source or len(wrong) == len(self.servers)):
+                raise wrong[0]
+            self._log_wait()
+            if _now() >= end:
+                raise self._none_ready()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), end - _now())
+        self._check_open()
 
     def _log_wait(self) -> None:
         """Log the wait, once until a server is ready."""
@@ -161,10 +169,6 @@ class ServerPool:
             f"expected one of {servers} to be ready within {self.patience:g} s, got none ({reasons}): start one with "
             "lightning-rl serve, and resume from the last checkpoint"
         )
-
-    def run(self, function: Callable[[Item], Coroutine[Any, Any, Result]], items: Sequence[Item]) -> list[Result]:
-        """Run a coroutine function for every item concurrently and return the results; a failure cancels the others."""
-        return REQUESTS.run(_all([function(item) for item in items]))
 
     async def ask(
         self,
@@ -206,24 +210,6 @@ class ServerPool:
             why = str(server.error)
         raise EngineError(f"expected an answer to request {name} in {ATTEMPTS} attempts, got none: {why}")
 
-    def ask_all(self, ids: Sequence[int], parameters: Mapping[str, Any], *, name: str) -> dict[str, Sample]:
-        """Return the response of every ready server by URL.
-
-        Raises:
-            EngineError: If no server answered.
-        """
-
-        async def ask(server: Server) -> Sample | None:
-            return await self._ask(server, ids, parameters, name=name, oldest=self.oldest)
-
-        for _ in range(ATTEMPTS):
-            self.wait()
-            servers = self.ready()
-            answers = zip(servers, self.run(ask, servers), strict=True)
-            if samples := {server.client.url: sample for server, sample in answers if sample is not None}:
-                return samples
-        raise EngineError(f"expected a server to answer request {name} in {ATTEMPTS} attempts, got none")
-
     async def _ask(
         self,
         server: Server,
@@ -253,40 +239,51 @@ class ServerPool:
                 raise EngineError(f"expected a server to accept request {name}, but it rejected it: {error}") from error
             self.remove(server, error)
             return None
-        except Cancelled:  # the pool or the server was closed
+        except Cancelled:  # the fleet or the server was closed
             self._check_open()
             return None
         return sample
 
-    def accept(self, proof: Proof, scored: Collection[str]) -> None:
-        """Use the canary's result as the reference for all other servers.
+    async def score_copies(self, ids: Sequence[int]) -> dict[str, Tensor]:
+        """Return the log-probabilities of a row by every ready server, by URL.
 
-        Args:
-            proof: Log-probabilities under the current weights.
-            scored: URLs of the servers that the canary checked; others are checked now.
+        The first of them become the reference for all other servers: those that the canary did not check are checked
+        now.
+
+        Raises:
+            EngineError: If no server answered.
         """
-        with self._changed:
-            self.push.proof = proof
-            late = [server for server in self.servers if server.ready and server.client.url not in scored]
-            for server in late:
-                server.ready = False
+        for _ in range(ATTEMPTS):
+            await self.wait()
+            servers = self.ready()
+            asked = [self._ask(server, ids, SCORING, name="canary", oldest=self.oldest) for server in servers]
+            answers = zip(servers, await run_all(asked), strict=True)
+            scores = {server.client.url: sample.prompt_logprobs for server, sample in answers if sample is not None}
+            if scores:
+                break
+        else:
+            raise EngineError(f"expected a server to answer request canary in {ATTEMPTS} attempts, got none")
+        self.push.proof = Proof(self.push.label, tuple(ids), next(iter(scores.values())))
+        late = [server for server in self.ready() if server.client.url not in scores]
         for server in late:
-            self._refresh(server)
+            server.ready = False
+        await run_all([self._refresh(server) for server in late])
+        return scores
 
-    def update(self) -> None:
+    async def update(self) -> None:
         """Bring every reachable server to the current weights.
 
         Raises:
             EngineError: If none has them within the patience; a refusal is retried.
             RuntimeError: If none has them because a load failed.
         """
-        errors = self.refresh()
+        errors = await self._refresh_all()
         for error in errors if not self.ready() else ():
             if not isinstance(error, Unanswered | Refused):
                 raise error
-        self.wait()
+        await self.wait()
 
-    def compare(self, sent: Sequence[tuple[str, Shape]]) -> None:
+    async def compare(self, sent: Sequence[tuple[str, Shape]]) -> None:
         """Compare the names and shapes of synced tensors with those of every server, now or when it returns.
 
         Raises:
@@ -296,117 +293,106 @@ class ServerPool:
         self.push.sent = list(sent)
         for server in self.ready():
             try:
-                server.client.compare(sent)
-            except (Unanswered, Refused) as error:
-                self.remove(server, error)
-            except ValueError as error:
-                if not self.source:
-                    raise
-                self.remove(server, error)
+                await server.client.compare(sent)
             except Cancelled:
                 self._check_open()
-        self.wait()
+            except (Unanswered, ValueError) as error:
+                if not self.source and not isinstance(error, Unanswered | Refused):
+                    raise
+                self.remove(server, error)
+        await self.wait()
 
-    def refresh(self) -> list[Exception]:
-        """Bring every reachable server to the current weights in parallel; those that fail are lost.
-
-        Returns:
-            The errors.
-        """
-        now = time.monotonic()
+    async def _refresh_all(self) -> list[Exception]:
+        """Bring every reachable server to the current weights in parallel; return the errors of those that are lost."""
+        now = _now()
         servers = [server for server in self.servers if server.ready or server.due <= now]
-        with ThreadPoolExecutor(max(1, len(servers))) as threads:
-            return [error for error in threads.map(self._refresh, servers) if error is not None]
+        errors = await run_all([self._refresh(server) for server in servers])
+        return [error for error in errors if error is not None]
 
-    def _refresh(self, server: Server) -> Exception | None:
-        with server.loading:
-            restored = False
-            while not restored:
+    async def _refresh(self, server: Server) -> Exception | None:
+        """Bring a server to the current weights, compared with the current proof; return the error of a lost one."""
+        async with server.loading:
+            while True:
                 proof = self.push.proof
                 try:
-                    self.push.update(server.client)
+                    await self.push.update(server.client)
                 except Cancelled:
                     self._check_open()
                     return None
                 except (Unanswered, ValueError, RuntimeError) as error:
                     self.remove(server, error)
                     return error
-                restored = self.restore(server, proof)
+                if self.push.proof is proof:
+                    break
+            if server.losses and not server.ready:
+                LOG.warning("%s is back, with the current weights", server.client.url)
+            server.ready, self._waits = True, False
+            self._notify()
             return None
 
     def remove(self, server: Server, why: Exception) -> None:
         """Take a server out until it answers again, with a delay that doubles with each loss."""
-        with self._changed:
-            if server in self.servers and (server.ready or str(server.error) != str(why)):
-                message = "lost %s: %s; its requests go to other servers until it is back"
-                LOG.warning(message, server.client.url, why)
-            server.ready, server.error = False, why
-            server.due = time.monotonic() + min(BACKOFF * 2 ** min(server.losses, MAX_DOUBLINGS), MAX_BACKOFF)
-            server.losses += 1
+        if server in self.servers and (server.ready or str(server.error) != str(why)):
+            message = "lost %s: %s; its requests go to other servers until it is back"
+            LOG.warning(message, server.client.url, why)
+        server.ready, server.error = False, why
+        server.due = _now() + min(BACKOFF * 2 ** min(server.losses, MAX_DOUBLINGS), MAX_BACKOFF)
+        server.losses += 1
         self._notify()
 
-    def restore(self, server: Server, proof: Proof | None = None) -> bool:
-        """Mark a server as ready, if the proof it was checked against is still current.
-
-        Returns:
-            False if the server has to be checked again.
-        """
-        with self._changed:
-            if self.push.proof is not proof:
-                return False
-            if server.losses and not server.ready:
-                LOG.warning("%s is back, with the current weights", server.client.url)
-            server.ready, self._waits = True, False
-        self._notify()
-        return True
-
-    def _watch(self, server: Server) -> None:
-        while not self._closed.wait(self._pause(server)):
+    async def _watch(self, server: Server) -> None:
+        """Check the health of a server and recover it, until it was removed and its requests have ended."""
+        while True:
+            await asyncio.sleep(POLL if server.ready or not server.listed else max(0.0, server.due - _now()))
             if not server.listed and not server.in_flight:
-                self._let_go(server)
-                return
+                return await self._let_go(server)
             try:
-                server.client.check_health()
+                await server.client.check_health()
                 if server.listed and not server.ready:
-                    self._join(server)
+                    await self._join(server)
             except Cancelled:
-                return
-            except Exception as error:  # noqa: BLE001  the thread has to survive, or the server stays lost
+                return None
+            except Exception as error:  # noqa: BLE001  the task has to survive, or the server stays lost
                 if server.ready:
                     server.client.abort()
                 self.remove(server, error)
 
-    def _pause(self, server: Server) -> float:
-        return POLL if server.ready or not server.listed else max(0.0, server.due - time.monotonic())
-
-    def _join(self, server: Server) -> None:
+    async def _join(self, server: Server) -> None:
         """Bring a server to the current weights, unless the canary has not checked them at a ready server yet."""
         if self.push.lacks_proof() and self.ready():
-            server.due = time.monotonic() + BACKOFF
+            server.due = _now() + BACKOFF
         else:
-            self._refresh(server)
+            await self._refresh(server)
+
+    async def _let_go(self, server: Server) -> None:
+        """Close a removed server."""
+        async with server.loading:
+            if self.push.writes:
+                with suppress(Unanswered, Refused, Cancelled):
+                    await server.client.leave()
+            LOG.warning("%s is closed: it was removed from the list, and its requests have ended", server.client.url)
+            await server.client.aclose()
+            self._open.remove(server)
 
     def _check_open(self) -> None:
-        if self._closed.is_set():
+        if self._closed:
             raise Cancelled("the request was cancelled")
 
     def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-        REQUESTS.call_soon(self._assign)
-
-    def _assign(self) -> None:
-        if self._closed.is_set():
+        """Wake all that wait, after a change of a server."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+        if self._closed:
             self._places.fail(Cancelled("the request was cancelled"))
         self._limit_patience()
         self._places.assign()
 
     def _limit_patience(self) -> None:
         """Start the timer that fails waiting requests while no server is ready, or stop it."""
-        if self._expiry is not None and (self.ready() or self._closed.is_set()):
+        if self._expiry is not None and (self.ready() or self._closed):
             self._expiry.cancel()
             self._expiry = None
-        elif self._expiry is None and not self.ready() and not self._closed.is_set():
+        elif self._expiry is None and not self.ready() and not self._closed:
             self._log_wait()
             self._expiry = asyncio.get_running_loop().call_later(self.patience, self._expire)
 
@@ -415,17 +401,9 @@ class ServerPool:
         self._places.fail(self._none_ready())
 
 
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
 def _names(servers: Sequence[Server]) -> str:
     return ", ".join(server.client.url for server in servers) or "none"
-
-
-async def _all(coroutines: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Return results in order; after the first failure the other tasks are cancelled and awaited."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
