@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_rl import Rollout, VLLMServerEngine
 from lightning_rl.callbacks import RolloutKL
 from lightning_rl.generation.vllm.broadcast import Broadcast
-from lightning_rl.generation.vllm.server_client import ServerClient
+from lightning_rl.generation.vllm.server_client import Label, ServerClient
 from lightning_rl.utils.event_loop import REQUESTS
 
 
@@ -88,8 +88,8 @@ def test_servers_stay_loadable_after_an_unknown_tensor(
     fleet = engine._running()  # noqa: SLF001
     weights = [("model.layers.9.norm.weight", torch.ones(4)), *model.state_dict().items()]
     tensors = [(name, tuple(weight.shape), "float32") for name, weight in weights]
-    other = Broadcast(fleet.push.run, tensors, torch.device("cpu"), "cpu")
-    other.send(fleet.ready(), weights, fleet.push.next_label(1))
+    other = Broadcast(fleet.run, tensors, torch.device("cpu"), "cpu")
+    other.send(fleet.ready(), weights, Label(fleet.run, 1, 1))
     other.close()
     assert all(f"expected {server.url} to load weights, but it failed: " in caplog.text for server in both)
     assert [REQUESTS.run(server.client.label()) for server in fleet.servers] == [None, None]

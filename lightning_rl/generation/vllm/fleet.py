@@ -1,22 +1,35 @@
-"""Fleet: servers of a run, with routing of requests, retries, and recovery of lost servers."""
+"""Fleet: servers of a run and the weights that they hold, with routing of requests and recovery of lost servers."""
 
 import asyncio
 import itertools
 import logging
+import shutil
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from secrets import token_hex
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.generation.engine import EngineError
+from lightning_rl.generation.vllm.broadcast import Broadcast
+from lightning_rl.generation.vllm.group import Specification
 from lightning_rl.generation.vllm.scheduler import Places, Seat, Server
-from lightning_rl.generation.vllm.server_client import Sample, ServerClient
+from lightning_rl.generation.vllm.server_client import Label, Sample, ServerClient
+from lightning_rl.generation.vllm.storage import WeightFolder
 from lightning_rl.generation.vllm.vllm_sampling import SCORING
-from lightning_rl.generation.vllm.weight_push import Proof, WeightPush
-from lightning_rl.generation.weights.weight_stream import Shape
-from lightning_rl.utils.event_loop import run_all
-from lightning_rl.utils.http import Cancelled, Refused, Unanswered
+from lightning_rl.generation.vllm.vllm_weights import VLLMWeights
+from lightning_rl.generation.vllm.worker_extension import WorkerDescription
+from lightning_rl.generation.weights import weight_stream
+from lightning_rl.generation.weights.canary import Canary, CanaryError, Rounding
+from lightning_rl.generation.weights.weight_folder import write_weights
+from lightning_rl.utils.atomic_write import write_atomically
+from lightning_rl.utils.event_loop import REQUESTS, run_all
+from lightning_rl.utils.http import Cancelled, Refused, Unanswered, quote
 
 LOG = logging.getLogger(__name__)
 ATTEMPTS = 6  # per request
@@ -24,23 +37,38 @@ POLL = 1.0  # seconds between two health checks
 BACKOFF, MAX_BACKOFF = 0.25, 10.0  # seconds until a lost server is tried again; doubles with each loss
 MAX_DOUBLINGS = 16  # avoids overflow
 ENDING = 5.0  # seconds in which a load that was interrupted resumes the requests of its server
+DECODED = 500  # token ids that are decoded to compare two tokenizers
+
+
+class Goal(NamedTuple):
+    """State that every server has to reach before it gets requests."""
+
+    label: Label | None = None  # of the current weights
+    ids: tuple[int, ...] = ()  # row
+    logprobs: Tensor | None = None  # of the row, by a server that the canary checked; None before
 
 
 class Fleet:
-    """Servers of a run, each of which gets requests while it has the current weights.
+    """Servers of a run and the weights that they hold. A server gets requests while it has the current weights.
 
     The state lives in the event loop of requests: coroutines run there, and other threads only read it.
 
     Args:
         urls: URLs of the servers.
         connect: Function that returns the client of a URL.
-        push: Push that brings a server to the current weights.
+        folder: Folder of the weights, named by the run.
+        outgoing: Function from the stream of the run's weights to that for vLLM.
+        model: Model of the trainer, which every server has to serve.
+        tokenizer: Tokenizer of the trainer.
+        canary: Canary that compares a server with the others; None to skip it.
         patience: Seconds without a ready server after which requests fail.
-        rank: Rank of this process.
+        rank: Rank of this process; rank 0 sends the weights and makes servers load them, and the others wait.
         at_once: Maximum number of concurrent requests at each server; others wait, lowest rollout first.
         source: Name of the list of servers; empty for fixed servers.
 
     Attributes:
+        run: Random name of the run, equal on every rank.
+        has_tokenizer: True if every server has the trainer's tokenizer and can find stop strings.
         oldest: Number of the oldest push that answers may come from, which is the last one that every server loaded.
     """
 
@@ -48,16 +76,33 @@ class Fleet:
         self,
         urls: Sequence[str],
         connect: Callable[[str], ServerClient],
-        push: WeightPush,
+        folder: WeightFolder,
+        outgoing: VLLMWeights,
         *,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        canary: Canary | None,
         patience: float,
         rank: int = 0,
         at_once: int = 256,
         source: str = "",
     ) -> None:
-        self.push, self.patience, self.rank, self.source = push, patience, rank, source
+        self.run, self.patience, self.rank, self.source = folder.run, patience, rank, source
         self.oldest = 0
-        self._connect = connect
+        self.has_tokenizer = tokenizer is not None
+        self._connect, self._folder, self._outgoing, self._canary = connect, folder, outgoing, canary
+        self._policy = {
+            "architecture": (model.config.architectures or [type(model).__name__])[0],
+            "vocabulary": model.config.get_text_config().vocab_size,
+        }
+        self._ids = list(range(min(self._policy["vocabulary"], 0 if tokenizer is None else len(tokenizer), DECODED)))
+        self._text = None if tokenizer is None else tokenizer.decode(self._ids)
+        self._description: WorkerDescription | None = None
+        self._sent: list[tuple[str, weight_stream.Shape]] = []  # names and shapes of the synced tensors, once known
+        self._broadcast: Broadcast | None = None
+        self._base = None if outgoing.adapter is None else Label(self.run, 0, 0)  # to which adapters belong
+        self._goal = Goal()
+        self._versions: dict[int, int] = {}  # by number of the push
         self._places = Places([Server(connect(url)) for url in urls], at_once=at_once, rank=rank)
         self._expiry: asyncio.TimerHandle | None = None  # of the patience of waiting requests
         self._numbers = itertools.count()
@@ -75,6 +120,97 @@ class Fleet:
     def ready(self) -> list[Server]:
         """Return the servers that accept requests."""
         return [server for server in self.servers if server.ready]
+
+    @property
+    def description(self) -> WorkerDescription:
+        """Description common to all servers."""
+        if self._description is None:
+            raise RuntimeError("expected the description of a server, got none")
+        return self._description
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the servers' weights."""
+        return getattr(torch, self.description.dtype)
+
+    # Weights, called by the thread that reads their stream.
+
+    def open(self) -> None:
+        """Create the folder of the weights, and delete those of trainers that were killed."""
+        if self.rank == 0:
+            self._folder.open()
+
+    def expect(self, weights: weight_stream.Weights, transfer: str) -> None:
+        """Compare names and shapes with those of every server, now or when it returns.
+
+        Raises:
+            EngineError: If no server is left.
+            ValueError: If a fixed server has others.
+        """
+        tensors, device = list[Specification](), torch.device("cpu")
+        for name, weight in self._outgoing(weights):
+            dtype = self.dtype if weight.is_floating_point() and name not in self._outgoing.exact else weight.dtype
+            tensors.append((name, tuple(weight.shape), str(dtype).removeprefix("torch.")))
+            device = weight.device
+        REQUESTS.run(self._compare([(name, shape) for name, shape, _ in tensors]))
+        if transfer == "broadcast" and self.rank == 0:
+            self._broadcast = Broadcast(self.run, tensors, device, self.description.device)
+
+    def publish(self, weights: weight_stream.Weights, version: int) -> None:
+        """Send weights, or the adapter alone, from rank 0; on every rank bring all reachable servers to them.
+
+        Raises:
+            EngineError: If none has them within the patience; a refusal is retried.
+            RuntimeError: If none has them because a load failed.
+            ValueError: If the tensors are not those of the first sync.
+        """
+        before = self._goal.label or self._base
+        label = Label(self.run, 0 if before is None else before.number + 1, version)
+        if self.rank == 0:
+            self._send(weight_stream.verify(self._outgoing(weights), dict(self._sent)), label)
+        REQUESTS.run(self._advance(label))
+
+    def _send(self, weights: weight_stream.Weights, label: Label) -> None:
+        """Broadcast or write weights, all of them or the adapter.
+
+        During a broadcast a returning server finds no weights, as two copies would take twice the memory.
+        """
+        adapter, whole = self._outgoing.adapter, self._base or label
+        if adapter is not None and self._goal.label is not None:
+            deque(weights, maxlen=0)
+        elif self._broadcast is not None:
+            self._folder.keep(())
+            self._folder.keep(self._broadcast.send(self.ready(), weights, whole), whole.number)
+        else:
+            copies = weight_stream.copies(weights, self.dtype, torch.device("cpu"), self._outgoing.exact)
+            write_weights(copies, self._folder.of(whole.number))
+        if adapter is not None:
+            write_atomically(self._folder.of(label.number), partial(adapter.save, dtype=self.dtype))
+
+    def settle(self, oldest: int) -> None:
+        """Delete earlier weights, once every server has loaded the current ones.
+
+        Args:
+            oldest: First version whose adapters are kept, for requests in flight. The base is kept too.
+        """
+        label = self._goal.label
+        if label is None:
+            raise RuntimeError("expected weights that were pushed, got none")
+        self.oldest = label.number
+        for folder in self._folder.path.iterdir() if self.rank == 0 else ():
+            number = int(folder.name) if folder.name.isdecimal() else label.number
+            needed = self._base is not None and (number == 0 or self._versions[number] >= oldest)
+            if number < label.number and not needed:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """End all tasks, cancel every call, and delete the written weights."""
+        if self._broadcast is not None:
+            self._broadcast.close()
+        REQUESTS.run(self._close())
+        self._folder.close()
+
+    # Servers, in the event loop.
 
     async def start(self) -> None:
         """Check every server, begin to check their health and to recover lost ones, and wait until one is ready.
@@ -106,15 +242,13 @@ class Fleet:
         new = [server for server in servers if server.client.url not in known]
         for server in gone:
             server.listed = False
-            self.push.forget(server.client.url)
         self._places.servers = servers
         self._open += new
         self._watch_all(new)
         LOG.warning("servers by %s: added %s, removed %s", self.source, _names(new), _names(gone))
         self._notify()
 
-    async def close(self) -> None:
-        """End all tasks and cancel every call."""
+    async def _close(self) -> None:
         self._closed = True
         self._notify()
         for task in self._tasks:
@@ -225,14 +359,14 @@ class Fleet:
         Raises:
             EngineError: If the server rejects this request. A server that rejects the client is removed.
         """
-        run, url = self.push.run, server.client.url
+        run, url = self.run, server.client.url
         try:
             numbered = f"{run}-{name}-{self.rank}-{next(self._numbers)}"
             sample = await server.client.draw(numbered, ids, parameters, pictures)
             if sample.finish_reason == "abort" or not sample.token_ids:
                 raise Unanswered(f"expected a complete response from {url}, got an aborted one")
             for label in set(sample.labels):
-                if label.number < oldest or not self.push.knows(label):
+                if label.number < oldest or not self._knows(label):
                     raise Unanswered(f"expected weights of push {run}/{oldest} at {url}, got {label}")
         except (Unanswered, Refused) as error:
             if isinstance(error, Refused) and error.of_request:
@@ -263,34 +397,31 @@ class Fleet:
                 break
         else:
             raise EngineError(f"expected a server to answer request canary in {ATTEMPTS} attempts, got none")
-        self.push.proof = Proof(self.push.label, tuple(ids), next(iter(scores.values())))
+        self._goal = Goal(self._goal.label, tuple(ids), next(iter(scores.values())))
         late = [server for server in self.ready() if server.client.url not in scores]
         for server in late:
             server.ready = False
         await run_all([self._refresh(server) for server in late])
         return scores
 
-    async def update(self) -> None:
-        """Bring every reachable server to the current weights.
+    def _knows(self, label: Label) -> bool:
+        """Return True if these weights were pushed, or may be in a push by rank 0, ahead of this rank."""
+        current = self._goal.label
+        ahead = current is not None and label.number == current.number + 1
+        return label.run == self.run and (label.version == self._versions.get(label.number) or ahead)
 
-        Raises:
-            EngineError: If none has them within the patience; a refusal is retried.
-            RuntimeError: If none has them because a load failed.
-        """
+    async def _advance(self, label: Label) -> None:
+        """Bring every reachable server to new weights, see :meth:`publish`."""
+        self._versions[label.number] = label.version
+        self._goal = Goal(label)
         errors = await self._refresh_all()
         for error in errors if not self.ready() else ():
             if not isinstance(error, Unanswered | Refused):
                 raise error
         await self.wait()
 
-    async def compare(self, sent: Sequence[tuple[str, Shape]]) -> None:
-        """Compare the names and shapes of synced tensors with those of every server, now or when it returns.
-
-        Raises:
-            EngineError: If no server is left.
-            ValueError: If a fixed server has others.
-        """
-        self.push.sent = list(sent)
+    async def _compare(self, sent: Sequence[tuple[str, weight_stream.Shape]]) -> None:
+        self._sent = list(sent)
         for server in self.ready():
             try:
                 await server.client.compare(sent)
@@ -310,25 +441,85 @@ class Fleet:
         return [error for error in errors if error is not None]
 
     async def _refresh(self, server: Server) -> Exception | None:
-        """Bring a server to the current weights, compared with the current proof; return the error of a lost one."""
+        """Bring a server to the current weights; return the error of a lost one."""
         async with server.loading:
-            while True:
-                proof = self.push.proof
-                try:
-                    await self.push.update(server.client)
-                except Cancelled:
-                    self._check_open()
-                    return None
-                except (Unanswered, ValueError, RuntimeError) as error:
-                    self.remove(server, error)
-                    return error
-                if self.push.proof is proof:
-                    break
+            try:
+                goal = None
+                while goal is not self._goal:  # it may change meanwhile
+                    goal = self._goal
+                    await self._bring(server, goal)
+            except Cancelled:
+                self._check_open()
+                return None
+            except (Unanswered, ValueError, RuntimeError) as error:
+                self.remove(server, error)
+                return error
             if server.losses and not server.ready:
                 LOG.warning("%s is back, with the current weights", server.client.url)
             server.ready, self._waits = True, False
             self._notify()
             return None
+
+    async def _bring(self, server: Server, goal: Goal) -> None:
+        """Bring a server to the goal, unless it has reached it.
+
+        Raises:
+            Unanswered: If it cannot be reached, or rank 0 has not pushed the weights yet.
+            ValueError: If it does not suit the run.
+            RuntimeError: If it could not load the weights, or differs from the trainer afterwards.
+        """
+        client, label, current = server.client, await server.client.label(), goal.label
+        if label is None or label.run != self.run or not server.described:
+            await self._check(server, label)
+        if current is None:
+            return
+        if label != current:
+            if self.rank != 0:
+                waits = "waits for rank 0 to push the weights of version"
+                raise Unanswered(f"{client.url} {waits} {current.version}")
+            if self._base is None or label is None or label.run != self.run:
+                whole = self._base or current
+                folder = await asyncio.to_thread(self._folder.find, whole.number)
+                if folder is None:
+                    raise Unanswered(f"expected weights of version {whole.version} to load, but newer ones are coming")
+                await client.load(folder, whole)
+            if self._base is not None:
+                await client.load_adapter(self._folder.of(current.number), current)
+            server.loaded = True
+        client.adapter = None if self._base is None else current
+        if goal.logprobs is not None and self._canary is not None:
+            sample = await client.draw(f"proof-{current}-{token_hex(4)}", goal.ids, SCORING)
+            gap = (sample.prompt_logprobs - goal.logprobs).double().abs()
+            if not self._canary.within(gap, Rounding.of({self.dtype}, tf32=self.description.device != "cpu")):
+                await client.clear_label()
+                raise CanaryError(
+                    f"expected {client.url} to agree with another server on version {current.version}, but its "
+                    f"log-probabilities differ by up to {float(gap.max()):.2g}"
+                )
+
+    async def _check(self, server: Server, label: Label | None) -> None:
+        """Raise ValueError for a server that does not suit the run."""
+        client, adapter = server.client, self._outgoing.adapter
+        if label is not None and label.run != self.run and server.loaded:
+            raise ValueError(f"expected {client.url} to serve one trainer, but another one has loaded weights into it")
+        description = await client.describe()
+        _check_equal(client.url, description, self._policy, "the policy has")
+        if adapter is not None and description.max_lora_rank < adapter.max_lora_rank:
+            raise ValueError(
+                f"expected {client.url} to take adapters of rank {adapter.max_lora_rank}, got at most "
+                f"{description.max_lora_rank}: start it by lightning-rl serve ... -- --enable-lora --max-lora-rank "
+                f"{adapter.max_lora_rank}"
+            )
+        self._description = self._description or description
+        _check_equal(client.url, description, self._description._asdict(), "the other servers have")
+        if self._text is not None:
+            alike = description.has_tokenizer and await client.detokenize(self._ids) == self._text
+            if self.has_tokenizer and not alike and self._goal.label is not None:
+                raise ValueError(f"expected the trainer's tokenizer at {client.url}, as the other servers have")
+            self.has_tokenizer = self.has_tokenizer and alike
+        if self._sent:
+            await client.compare(self._sent)
+        server.described = True  # last, so that a server that was refused is checked again
 
     def remove(self, server: Server, why: Exception) -> None:
         """Take a server out until it answers again, with a delay that doubles with each loss."""
@@ -359,7 +550,8 @@ class Fleet:
 
     async def _join(self, server: Server) -> None:
         """Bring a server to the current weights, unless the canary has not checked them at a ready server yet."""
-        if self.push.lacks_proof() and self.ready():
+        unproven = self._canary is not None and self._goal.label is not None and self._goal.logprobs is None
+        if unproven and self.ready():
             server.due = _now() + BACKOFF
         else:
             await self._refresh(server)
@@ -367,7 +559,7 @@ class Fleet:
     async def _let_go(self, server: Server) -> None:
         """Close a removed server."""
         async with server.loading:
-            if self.push.writes:
+            if self.rank == 0:
                 with suppress(Unanswered, Refused, Cancelled):
                     await server.client.leave()
             LOG.warning("%s is closed: it was removed from the list, and its requests have ended", server.client.url)
@@ -407,3 +599,10 @@ def _now() -> float:
 
 def _names(servers: Sequence[Server]) -> str:
     return ", ".join(server.client.url for server in servers) or "none"
+
+
+def _check_equal(url: str, description: WorkerDescription, expected: Mapping[str, Any], who: str) -> None:
+    for name, value in expected.items():
+        if getattr(description, name) != value:
+            got = quote(str(getattr(description, name)))
+            raise ValueError(f"expected {name} {value} at {url}, as {who}, got {got}")

@@ -19,6 +19,8 @@ class Server:
     listed: bool = True  # False once it was removed from the list
     outstanding: int = 0  # tokens of its requests, with the maximum of responses
     in_flight: int = 0  # requests
+    described: bool = False  # its description was compared with that of the others
+    loaded: bool = False  # this run has loaded weights into it
     losses: int = 0  # since the last answer
     due: float = 0.0  # earliest time of a retry, by the monotonic clock
     error: Exception = field(default_factory=lambda: Unanswered("not contacted yet"))  # reason for not being ready

@@ -5,7 +5,6 @@ import os
 import tempfile
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from typing import Literal
@@ -21,16 +20,13 @@ from lightning_rl.distributed import failing_together, process_count, process_ob
 from lightning_rl.generation.engine import Capabilities, Engine, EngineError
 from lightning_rl.generation.sessions import Sessions
 from lightning_rl.generation.vllm.address import LOOPBACK
-from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.discovery import Listing, ServerList
 from lightning_rl.generation.vllm.fleet import Fleet
-from lightning_rl.generation.vllm.group import Specification
 from lightning_rl.generation.vllm.scheduler import Seat
 from lightning_rl.generation.vllm.server_client import ServerClient
-from lightning_rl.generation.vllm.storage import delete_leftovers
+from lightning_rl.generation.vllm.storage import WeightFolder, delete_leftovers
 from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of, pictures_of
 from lightning_rl.generation.vllm.vllm_weights import VLLMWeights, WeightSender
-from lightning_rl.generation.vllm.weight_push import WeightPush
 from lightning_rl.generation.weights import weight_stream
 from lightning_rl.generation.weights.canary import Canary, canary_of
 from lightning_rl.policy.media import placeholders_of
@@ -115,7 +111,6 @@ class VLLMServerEngine(WeightSender, Engine):
         self._list = ServerList(self.servers, self._check_url)
         self.canary = canary_of(canary)
         self._fleet: Fleet | None = None
-        self._broadcast: Broadcast | None = None
         self._placeholders: list[int] = []  # token ids that stand for pictures
 
     def _check_url(self, url: str) -> None:
@@ -149,45 +144,31 @@ class VLLMServerEngine(WeightSender, Engine):
             urls = self._list.wait(self.patience)
         run, storage = process_objects((token_hex(4), str(Path(self.storage or tempfile.gettempdir()).resolve())))[0]
         self._placeholders = placeholders_of(model.config)
-        push = WeightPush(
-            run,
-            Path(storage),
-            writes=rank == 0,
-            model=model,
-            tokenizer=tokenizer,
-            canary=self.canary,
-            private=self.storage is None,
-            lora_rank=0 if self._adapter is None else self._adapter.max_lora_rank,
-        )
         fleet = self._fleet = Fleet(
             urls,
             self._client_of,
-            push,
+            WeightFolder(Path(storage), run, private=self.storage is None),
+            self._stream,
+            model=model,
+            tokenizer=tokenizer,
+            canary=self.canary,
             patience=self.patience,
             rank=rank,
             at_once=self.at_once,
             source=self._list.source,
         )
-        push.open()
+        fleet.open()
         self._list.watch(urls, lambda urls: REQUESTS.run(fleet.follow(urls)))
         REQUESTS.run(fleet.start())
-        served = push.description
-        self.dtype, self.allows_tf32 = getattr(torch, served.dtype), served.device != "cpu"
-        self.max_length = served.max_length
+        served = fleet.description
+        self.dtype, self.allows_tf32, self.max_length = fleet.dtype, served.device != "cpu", served.max_length
         gc.collect()
         gc.freeze()  # or the garbage of a thousand answers makes the collector traverse all live objects
 
     @override
     def expect(self, weights: weight_stream.Weights) -> None:
         """Compare names and shapes with those of every server; servers that join later are compared then."""
-        fleet, tensors, device = self._running(), list[Specification](), torch.device("cpu")
-        for name, weight in self._stream(weights):
-            dtype = self.dtype if weight.is_floating_point() and name not in self._stream.exact else weight.dtype
-            tensors.append((name, tuple(weight.shape), str(dtype).removeprefix("torch.")))
-            device = weight.device
-        REQUESTS.run(fleet.compare([(name, shape) for name, shape, _ in tensors]))
-        if self.transfer == "broadcast" and fleet.push.writes:
-            self._broadcast = Broadcast(fleet.push.run, tensors, device, fleet.push.description.device)
+        self._running().expect(weights, self.transfer)
 
     def _running(self) -> Fleet:
         if self._fleet is None:
@@ -203,40 +184,20 @@ class VLLMServerEngine(WeightSender, Engine):
         flight continue with the new weights, or with the adapter that they name.
         """
         fleet, rest = self._running(), iter(weights)
-        push = fleet.push
         with failing_together("a push of the weights", EngineError):
             try:
-                if push.writes:
-                    self._bring(weight_stream.verify(self._stream(rest), dict(push.sent)), version)
-                    REQUESTS.run(fleet.update())
+                if fleet.rank == 0:
+                    fleet.publish(rest, version)
             finally:
                 deque(rest, maxlen=0)
-        if not push.writes:
-            push.advance(push.next_label(version))
-            REQUESTS.run(fleet.update())
+        if fleet.rank != 0:
+            fleet.publish((), version)
         oldest = version
         if self._adapter is not None:  # vLLM may read the adapter of a request in flight again
             oldest = min(
                 (used for used in process_objects(self.in_flight.oldest()) if used is not None), default=version
             )
-        if push.writes:
-            push.delete_earlier(oldest)
-        fleet.oldest = push.label.number
-
-    def _bring(self, weights: weight_stream.Weights, version: int) -> None:
-        """Send or write weights, all of them or the adapter, which become the current ones."""
-        push, broadcast, adapter = self._running().push, self._broadcast, self._adapter
-        label = push.next_label(version)
-        if adapter is not None and push.current is not None:
-            deque(weights, maxlen=0)
-        elif broadcast is not None:
-            push.send(partial(broadcast.send, self._running().ready(), weights), push.base or label)
-        else:
-            copies = weight_stream.copies(weights, self.dtype, torch.device("cpu"), self._stream.exact)
-            push.write(copies, push.base or label)
-        if adapter is not None:
-            push.write_adapter(lambda path: adapter.save(path, self.dtype), label)
-        push.advance(label)
+        fleet.settle(oldest)
 
     @override
     def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
@@ -277,11 +238,11 @@ class VLLMServerEngine(WeightSender, Engine):
         await sessions.answer_each(answer)
 
     def _limits(self) -> Limits:
-        push = self._running().push
+        fleet = self._running()
         return Limits(
-            max_length=push.description.max_length,
-            vocabulary=push.description.vocabulary,
-            has_tokenizer=push.has_tokenizer,
+            max_length=fleet.description.max_length,
+            vocabulary=fleet.description.vocabulary,
+            has_tokenizer=fleet.has_tokenizer,
             placeholders=self._placeholders,
         )
 
@@ -333,12 +294,8 @@ class VLLMServerEngine(WeightSender, Engine):
         super().close()
         fleet, self._fleet = self._fleet, None
         self._list.close()
-        broadcast, self._broadcast = self._broadcast, None
-        if broadcast is not None:
-            broadcast.close()
         if fleet is not None:
             gc.unfreeze()
-            REQUESTS.run(fleet.close())
-            fleet.push.close()
+            fleet.close()
         else:  # a resumed run may have had nothing left to generate
             delete_leftovers(Path(self.storage or tempfile.gettempdir()))

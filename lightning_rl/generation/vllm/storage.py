@@ -4,10 +4,14 @@ import fcntl
 import os
 import shutil
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
+
+from lightning_rl.generation.weights.weight_folder import write_weights
+from lightning_rl.generation.weights.weight_stream import Weights
 
 PREFIX, LOCK = "lightning-rl-", ".lock"
 
@@ -22,9 +26,11 @@ class WeightFolder:
     """
 
     def __init__(self, storage: Path, run: str, *, private: bool = False) -> None:
-        self.path = storage / f"{PREFIX}{run}"
+        self.run, self.path = run, storage / f"{PREFIX}{run}"
         self._mode = 0o700 if private else 0o777
         self._lock: TextIOWrapper | None = None
+        self._kept: tuple[int, Weights] = -1, ()
+        self._writing = threading.Lock()
 
     def open(self) -> None:
         """Create the folder, after deleting those that dead trainers of this machine left on the storage.
@@ -50,6 +56,26 @@ class WeightFolder:
         self._lock.write(socket.gethostname())  # only from now on can it count as abandoned
         self._lock.flush()
         self.path.mkdir(mode=self._mode)
+
+    def of(self, number: int) -> Path:
+        """Return the folder of the weights of one push."""
+        return self.path / str(number)
+
+    def keep(self, weights: Weights, number: int = -1) -> None:
+        """Store the weights of a push in memory, instead of those of another one, for :meth:`find`."""
+        with self._writing:
+            self._kept = number, weights
+
+    def find(self, number: int) -> Path | None:
+        """Return the folder of the weights of a push, written now if they were only kept; None without either."""
+        folder = self.of(number)
+        with self._writing:
+            if not folder.exists():
+                kept, weights = self._kept
+                if kept != number:
+                    return None
+                write_weights(weights, folder)
+        return folder
 
     def close(self) -> None:
         """Delete the folder, if this process created it."""

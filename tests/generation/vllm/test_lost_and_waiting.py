@@ -17,15 +17,17 @@ from kit.support import tiny_policy
 from lightning_rl import EngineError
 from lightning_rl.generation.vllm.fleet import Fleet
 from lightning_rl.generation.vllm.server_client import ServerClient
-from lightning_rl.generation.vllm.weight_push import WeightPush
+from lightning_rl.generation.vllm.storage import WeightFolder
+from lightning_rl.generation.vllm.vllm_weights import VLLMWeights
 from lightning_rl.utils.event_loop import REQUESTS, run_all
 from lightning_rl.utils.http import Cancelled, Unanswered
 
 
 def a_fleet(*urls: str, patience: float = 0.1) -> Fleet:
-    push = WeightPush("run", Path("unused"), writes=False, model=tiny_policy(), tokenizer=None, canary=None)
-    urls = urls or ("http://127.0.0.1:9", "http://127.0.0.1:10")
-    return Fleet(urls, lambda url: ServerClient(url, KEY, 5), push, patience=patience)
+    model, urls = tiny_policy(), urls or ("http://127.0.0.1:9", "http://127.0.0.1:10")
+    parts = WeightFolder(Path("unused"), "run"), VLLMWeights(model, lora="merged", pictures=False)
+    known: dict[str, Any] = {"model": model, "tokenizer": None, "canary": None, "patience": patience}
+    return Fleet(urls, lambda url: ServerClient(url, KEY, 5), *parts, **known)
 
 
 def test_a_server_whose_health_check_is_refused_is_lost_until_it_passes(caplog: pytest.LogCaptureFixture) -> None:
@@ -43,7 +45,7 @@ def test_a_server_whose_health_check_is_refused_is_lost_until_it_passes(caplog: 
             odd.clear()
             REQUESTS.run(watched.wait())
         finally:
-            REQUESTS.run(watched.close())
+            watched.close()
     assert f"{server.url} is back, with the current weights" in [record.message for record in caplog.records]
 
 
@@ -65,7 +67,7 @@ def test_a_request_that_waits_for_a_server_can_be_cancelled(how: str) -> None:
     async def draw(number: int) -> None:
         if number == 1:
             if how == "closed":
-                await empty.close()
+                await asyncio.to_thread(empty.close)
             raise ValueError("as expected")
         try:
             await empty.ask([1], {"max_tokens": 1}, name="one", oldest=0)
