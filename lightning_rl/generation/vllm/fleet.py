@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.generation.engine import EngineError
 from lightning_rl.generation.vllm.broadcast import Broadcast
+from lightning_rl.generation.vllm.discovery import ServerList, Urls
 from lightning_rl.generation.vllm.group import Specification
 from lightning_rl.generation.vllm.scheduler import Places, Seat, Server
 from lightning_rl.generation.vllm.server_client import Label, Sample, ServerClient
@@ -54,7 +55,8 @@ class Fleet:
     The state lives in the event loop of requests: coroutines run there, and other threads only read it.
 
     Args:
-        urls: URLs of the servers.
+        urls: URLs of the servers at the start.
+        listing: List of servers, which may change them.
         connect: Function that returns the client of a URL.
         folder: Folder of the weights, named by the run.
         outgoing: Function from the stream of the run's weights to that for vLLM.
@@ -64,7 +66,6 @@ class Fleet:
         patience: Seconds without a ready server after which requests fail.
         rank: Rank of this process; rank 0 sends the weights and makes servers load them, and the others wait.
         at_once: Maximum number of concurrent requests at each server; others wait, lowest rollout first.
-        source: Name of the list of servers; empty for fixed servers.
 
     Attributes:
         run: Random name of the run, equal on every rank.
@@ -74,7 +75,8 @@ class Fleet:
 
     def __init__(
         self,
-        urls: Sequence[str],
+        urls: Urls,
+        listing: ServerList,
         connect: Callable[[str], ServerClient],
         folder: WeightFolder,
         outgoing: VLLMWeights,
@@ -85,11 +87,11 @@ class Fleet:
         patience: float,
         rank: int = 0,
         at_once: int = 256,
-        source: str = "",
     ) -> None:
-        self.run, self.patience, self.rank, self.source = folder.run, patience, rank, source
+        self.run, self.patience, self.rank, self.source = folder.run, patience, rank, listing.source
         self.oldest = 0
         self.has_tokenizer = tokenizer is not None
+        self._changes = listing.changes(urls)
         self._connect, self._folder, self._outgoing, self._canary = connect, folder, outgoing, canary
         self._policy = {
             "architecture": (model.config.architectures or [type(model).__name__])[0],
@@ -219,17 +221,21 @@ class Fleet:
             EngineError: If none is ready within the patience.
             ValueError: If a server is unsuitable; if the list may change, only if all are.
         """
-        servers = self.servers
         for error in await self._refresh_all():
             if isinstance(error, ValueError) and not self.source:
                 raise error
-        self._watch_all(servers)
+        self._watch_all(self.servers)
+        self._tasks.append(asyncio.create_task(self._follow()))
         await self.wait(strict=True)
+
+    async def _follow(self) -> None:
+        async for urls in self._changes:
+            self.follow(urls)
 
     def _watch_all(self, servers: Sequence[Server]) -> None:
         self._tasks += [asyncio.create_task(self._watch(server)) for server in servers]
 
-    async def follow(self, urls: Sequence[str]) -> None:
+    def follow(self, urls: Sequence[str]) -> None:
         """Replace the servers by those of these URLs.
 
         A new server gets requests once it has the current weights and the same log-probabilities of the canary's

@@ -146,6 +146,7 @@ class VLLMServerEngine(WeightSender, Engine):
         self._placeholders = placeholders_of(model.config)
         fleet = self._fleet = Fleet(
             urls,
+            self._list,
             self._client_of,
             WeightFolder(Path(storage), run, private=self.storage is None),
             self._stream,
@@ -155,10 +156,8 @@ class VLLMServerEngine(WeightSender, Engine):
             patience=self.patience,
             rank=rank,
             at_once=self.at_once,
-            source=self._list.source,
         )
         fleet.open()
-        self._list.watch(urls, lambda urls: REQUESTS.run(fleet.follow(urls)))
         REQUESTS.run(fleet.start())
         served = fleet.description
         self.dtype, self.allows_tf32, self.max_length = fleet.dtype, served.device != "cpu", served.max_length
@@ -293,7 +292,6 @@ class VLLMServerEngine(WeightSender, Engine):
         """Cancel every call and delete the written weights; the servers keep running."""
         super().close()
         fleet, self._fleet = self._fleet, None
-        self._list.close()
         if fleet is not None:
             gc.unfreeze()
             fleet.close()

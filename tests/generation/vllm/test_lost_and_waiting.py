@@ -15,6 +15,7 @@ from kit.scripted_server import KEY, Answer, ScriptedServer, servers
 from kit.support import tiny_policy
 
 from lightning_rl import EngineError
+from lightning_rl.generation.vllm.discovery import ServerList
 from lightning_rl.generation.vllm.fleet import Fleet
 from lightning_rl.generation.vllm.server_client import ServerClient
 from lightning_rl.generation.vllm.storage import WeightFolder
@@ -25,9 +26,14 @@ from lightning_rl.utils.http import Cancelled, Unanswered
 
 def a_fleet(*urls: str, patience: float = 0.1) -> Fleet:
     model, urls = tiny_policy(), urls or ("http://127.0.0.1:9", "http://127.0.0.1:10")
-    parts = WeightFolder(Path("unused"), "run"), VLLMWeights(model, lora="merged", pictures=False)
+    parts = (
+        ServerList(urls, lambda _: None),
+        lambda url: ServerClient(url, KEY, 5),
+        WeightFolder(Path("unused"), "run"),
+        VLLMWeights(model, lora="merged", pictures=False),
+    )
     known: dict[str, Any] = {"model": model, "tokenizer": None, "canary": None, "patience": patience}
-    return Fleet(urls, lambda url: ServerClient(url, KEY, 5), *parts, **known)
+    return Fleet(urls, *parts, **known)
 
 
 def test_a_server_whose_health_check_is_refused_is_lost_until_it_passes(caplog: pytest.LogCaptureFixture) -> None:
@@ -86,7 +92,7 @@ def test_a_push_that_is_interrupted_resumes_the_requests_of_its_server(one: Scri
     def answer(path: str, body: Any) -> Answer:
         if path == "/collective_rpc" and body["method"] == "lightning_rl_load":
             os.kill(os.getpid(), signal.SIGINT)
-            assert gate.wait(20)
+            return 500 if gate.wait(20) else 501
         return honest(path, body)
 
     one.answer = answer
