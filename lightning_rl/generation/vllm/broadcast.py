@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lightning_rl.generation.vllm.address import LOOPBACK, address_towards
 from lightning_rl.generation.vllm.group import Group, GroupError, Invitation, Specification, gpu_of, open_store
-from lightning_rl.generation.vllm.scheduler import Server
-from lightning_rl.generation.vllm.server_client import Label, Member
+from lightning_rl.generation.vllm.server_client import Label, Member, Server
 from lightning_rl.generation.weights.weight_stream import Weights
 from lightning_rl.utils.event_loop import REQUESTS, run_all
 from lightning_rl.utils.http import Cancelled, Refused, Unanswered

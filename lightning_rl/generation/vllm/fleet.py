@@ -4,9 +4,11 @@ import asyncio
 import itertools
 import logging
 import shutil
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from secrets import token_hex
 from typing import Any, NamedTuple
@@ -19,8 +21,7 @@ from lightning_rl.generation.engine import EngineError
 from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.discovery import ServerList, Urls
 from lightning_rl.generation.vllm.group import Specification
-from lightning_rl.generation.vllm.scheduler import Places, Seat, Server
-from lightning_rl.generation.vllm.server_client import Label, Sample, ServerClient
+from lightning_rl.generation.vllm.server_client import Label, Sample, Server, ServerClient
 from lightning_rl.generation.vllm.storage import WeightFolder
 from lightning_rl.generation.vllm.vllm_sampling import SCORING
 from lightning_rl.generation.vllm.vllm_weights import VLLMWeights
@@ -49,6 +50,35 @@ class Goal(NamedTuple):
     logprobs: Tensor | None = None  # of the row, by a server that the canary checked; None before
 
 
+class ServerRequest(NamedTuple):
+    """Request for tokens, or for the log-probabilities of a prompt."""
+
+    name: str
+    ids: Sequence[int]  # token ids of the prompt
+    parameters: Mapping[str, Any]  # sampling parameters of vLLM
+    oldest: int  # number of the oldest push that tokens may come from, read before the first request of a batch
+    priority: int = 0  # place in the queue, lowest first
+    pictures: Mapping[str, Any] | None = None  # entries of the request for pictures
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """Server of requests with the same prefix, which it computes once and then caches."""
+
+    server: Server | None = None
+
+
+@dataclass(slots=True, order=True)
+class WaitingRequest:
+    """Request that waits for a slot."""
+
+    priority: int  # lowest first
+    number: int  # then in order of arrival
+    tokens: int = field(compare=False)
+    seat: Seat = field(compare=False)
+    place: "asyncio.Future[Server]" = field(compare=False)
+
+
 class Fleet:
     """Servers of a run and the weights that they hold. A server gets requests while it has the current weights.
 
@@ -68,6 +98,7 @@ class Fleet:
         at_once: Maximum number of concurrent requests at each server; others wait, lowest rollout first.
 
     Attributes:
+        servers: All listed servers, including lost ones.
         run: Random name of the run, equal on every rank.
         has_tokenizer: True if every server has the trainer's tokenizer and can find stop strings.
         oldest: Number of the oldest push that answers may come from, which is the last one that every server loaded.
@@ -105,7 +136,8 @@ class Fleet:
         self._base = None if outgoing.adapter is None else Label(self.run, 0, 0)  # to which adapters belong
         self._goal = Goal()
         self._versions: dict[int, int] = {}  # by number of the push
-        self._places = Places([Server(connect(url)) for url in urls], at_once=at_once, rank=rank)
+        self.servers = [Server(connect(url)) for url in urls]
+        self._at_once, self._waiting = at_once, list[WaitingRequest]()
         self._expiry: asyncio.TimerHandle | None = None  # of the patience of waiting requests
         self._numbers = itertools.count()
         self._changed = asyncio.Event()
@@ -113,11 +145,6 @@ class Fleet:
         self._open = list(self.servers)  # listed servers, and removed ones with requests in flight
         self._tasks = list[asyncio.Task[None]]()
         self._waits = False  # True once a wait for a server has been logged
-
-    @property
-    def servers(self) -> Sequence[Server]:
-        """All listed servers, including lost ones."""
-        return self._places.servers
 
     def ready(self) -> list[Server]:
         """Return the servers that accept requests."""
@@ -137,10 +164,18 @@ class Fleet:
 
     # Weights, called by the thread that reads their stream.
 
-    def open(self) -> None:
-        """Create the folder of the weights, and delete those of trainers that were killed."""
+    def start(self) -> None:
+        """Create the folder of the weights, check every server, and wait until one is ready.
+
+        From then on servers are followed as the list changes, checked every second, and recovered once they are lost.
+
+        Raises:
+            EngineError: If none is ready within the patience.
+            ValueError: If a server is unsuitable; if the list may change, only if all are.
+        """
         if self.rank == 0:
             self._folder.open()
+        REQUESTS.run(self._start())
 
     def expect(self, weights: weight_stream.Weights, transfer: str) -> None:
         """Compare names and shapes with those of every server, now or when it returns.
@@ -214,13 +249,7 @@ class Fleet:
 
     # Servers, in the event loop.
 
-    async def start(self) -> None:
-        """Check every server, begin to check their health and to recover lost ones, and wait until one is ready.
-
-        Raises:
-            EngineError: If none is ready within the patience.
-            ValueError: If a server is unsuitable; if the list may change, only if all are.
-        """
+    async def _start(self) -> None:
         for error in await self._refresh_all():
             if isinstance(error, ValueError) and not self.source:
                 raise error
@@ -248,7 +277,7 @@ class Fleet:
         new = [server for server in servers if server.client.url not in known]
         for server in gone:
             server.listed = False
-        self._places.servers = servers
+        self.servers = servers
         self._open += new
         self._watch_all(new)
         LOG.warning("servers by %s: added %s, removed %s", self.source, _names(new), _names(gone))
@@ -310,70 +339,104 @@ class Fleet:
             "lightning-rl serve, and resume from the last checkpoint"
         )
 
-    async def ask(
-        self,
-        ids: Sequence[int],
-        parameters: Mapping[str, Any],
-        *,
-        name: str,
-        oldest: int,
-        seat: Seat | None = None,
-        priority: int = 0,
-        pictures: Mapping[str, Any] | None = None,
-    ) -> Sample:
+    async def complete(self, request: ServerRequest, seat: Seat | None = None) -> Sample:
         """Return a valid response from the server of a seat, or from any other.
 
         Args:
-            ids: Token ids of the prompt.
-            parameters: Sampling parameters of vLLM.
-            name: Name of the request.
-            oldest: Number of the oldest push that tokens may come from, read before the first request of a batch.
+            request: Request.
             seat: Seat shared with requests of the same prefix.
-            priority: Place in the queue, lowest first.
-            pictures: Entries of the request for pictures; None without.
 
         Raises:
             EngineError: If no server is ready, none returns a valid response, or one rejects the request.
         """
-        seat, why, tokens = seat or Seat(), "", len(ids) + parameters["max_tokens"]
+        seat, why, tokens = seat or Seat(), "", len(request.ids) + request.parameters["max_tokens"]
         for _ in range(ATTEMPTS):
-            self._check_open()
-            self._limit_patience()
-            server = await self._places.take(tokens, seat, priority=priority)
+            server = await self.take(tokens, seat, priority=request.priority)
             try:
-                sample = await self._ask(server, ids, parameters, name=name, oldest=oldest, pictures=pictures)
+                sample = await self._ask(server, request)
             finally:
-                self._places.release(server, tokens)
+                self.release(server, tokens)
             if sample is not None:
                 server.losses = 0 if server.ready else server.losses
                 return sample
             why = str(server.error)
-        raise EngineError(f"expected an answer to request {name} in {ATTEMPTS} attempts, got none: {why}")
+        raise EngineError(f"expected an answer to request {request.name} in {ATTEMPTS} attempts, got none: {why}")
 
-    async def _ask(
-        self,
-        server: Server,
-        ids: Sequence[int],
-        parameters: Mapping[str, Any],
-        *,
-        name: str,
-        oldest: int,
-        pictures: Mapping[str, Any] | None = None,
-    ) -> Sample | None:
+    async def take(self, tokens: int, seat: Seat, *, priority: int = 0) -> Server:
+        """Return a server with a slot for a request; :meth:`release` frees it.
+
+        A request whose seat has a server waits for a slot there even if others are idle. Without one it goes to the
+        server with the fewest outstanding tokens. Ties are broken by rank, so that ranks with few requests do not all
+        use the same server.
+
+        Args:
+            tokens: Tokens of the prompt and at most of the response.
+            seat: Seat of the request; its server is set.
+            priority: Priority of the request, lowest first.
+        """
+        self._check_open()
+        self._limit_patience()
+        place: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
+        insort(self._waiting, WaitingRequest(priority, next(self._numbers), tokens, seat, place))
+        self.assign()
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():  # assigned just before the cancellation
+                self.release(place.result(), tokens)
+            raise
+
+    def release(self, server: Server, tokens: int) -> None:
+        """Free a slot."""
+        server.in_flight -= 1
+        server.outstanding -= tokens
+        self.assign()
+
+    def _fail(self, error: Exception) -> None:
+        """Raise an error in every waiting request."""
+        waiting, self._waiting = self._waiting, []
+        for ticket in waiting:
+            if not ticket.place.done():
+                ticket.place.set_exception(error)
+
+    def assign(self) -> None:
+        """Assign free slots to waiting requests."""
+        first = self.rank % max(1, len(self.servers))
+        ready = [server for server in (*self.servers[first:], *self.servers[:first]) if server.ready]
+        kept = list[WaitingRequest]()
+        for position, ticket in enumerate(self._waiting):
+            free = [server for server in ready if server.in_flight < self._at_once]
+            if not free:
+                kept += self._waiting[position:]
+                break
+            if ticket.place.done():
+                continue
+            seat = ticket.seat
+            if seat.server not in ready:
+                seat.server = min(free, key=lambda server: server.outstanding)
+            if seat.server in free:
+                seat.server.in_flight += 1
+                seat.server.outstanding += ticket.tokens
+                ticket.place.set_result(seat.server)
+            else:
+                kept.append(ticket)
+        self._waiting = kept
+
+    async def _ask(self, server: Server, request: ServerRequest) -> Sample | None:
         """Return a complete response from recent enough weights, or None after removing a server without one.
 
         Raises:
             EngineError: If the server rejects this request. A server that rejects the client is removed.
         """
-        run, url = self.run, server.client.url
+        name, url, oldest = request.name, server.client.url, request.oldest
         try:
-            numbered = f"{run}-{name}-{self.rank}-{next(self._numbers)}"
-            sample = await server.client.draw(numbered, ids, parameters, pictures)
+            numbered = f"{self.run}-{name}-{self.rank}-{next(self._numbers)}"
+            sample = await server.client.draw(numbered, request.ids, request.parameters, request.pictures)
             if sample.finish_reason == "abort" or not sample.token_ids:
                 raise Unanswered(f"expected a complete response from {url}, got an aborted one")
             for label in set(sample.labels):
                 if label.number < oldest or not self._knows(label):
-                    raise Unanswered(f"expected weights of push {run}/{oldest} at {url}, got {label}")
+                    raise Unanswered(f"expected weights of push {self.run}/{oldest} at {url}, got {label}")
         except (Unanswered, Refused) as error:
             if isinstance(error, Refused) and error.of_request:
                 raise EngineError(f"expected a server to accept request {name}, but it rejected it: {error}") from error
@@ -396,8 +459,8 @@ class Fleet:
         for _ in range(ATTEMPTS):
             await self.wait()
             servers = self.ready()
-            asked = [self._ask(server, ids, SCORING, name="canary", oldest=self.oldest) for server in servers]
-            answers = zip(servers, await run_all(asked), strict=True)
+            request = ServerRequest("canary", ids, SCORING, self.oldest)
+            answers = zip(servers, await run_all(self._ask(server, request) for server in servers), strict=True)
             scores = {server.client.url: sample.prompt_logprobs for server, sample in answers if sample is not None}
             if scores:
                 break
@@ -581,9 +644,9 @@ class Fleet:
         self._changed.set()
         self._changed = asyncio.Event()
         if self._closed:
-            self._places.fail(Cancelled("the request was cancelled"))
+            self._fail(Cancelled("the request was cancelled"))
         self._limit_patience()
-        self._places.assign()
+        self.assign()
 
     def _limit_patience(self) -> None:
         """Start the timer that fails waiting requests while no server is ready, or stop it."""
@@ -596,7 +659,7 @@ class Fleet:
 
     def _expire(self) -> None:
         self._expiry = None
-        self._places.fail(self._none_ready())
+        self._fail(self._none_ready())
 
 
 def _now() -> float:

@@ -1,9 +1,10 @@
 """Client of one vLLM server: its description, loading of weights, sampling, and the label of each token's weights."""
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -275,6 +276,23 @@ class ServerClient(Client):
 
     async def _post(self, path: str, body: Any = None) -> Any:
         return await self.request("POST", path, body, timeout=self.timeout)
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """One server of a fleet."""
+
+    client: ServerClient
+    ready: bool = False  # has the current weights and accepts requests
+    listed: bool = True  # False once it was removed from the list
+    outstanding: int = 0  # tokens of its requests, with the maximum of responses
+    in_flight: int = 0  # requests
+    described: bool = False  # its description was compared with that of the others
+    loaded: bool = False  # this run has loaded weights into it
+    losses: int = 0  # since the last answer
+    due: float = 0.0  # earliest time of a retry, by the monotonic clock
+    error: Exception = field(default_factory=lambda: Unanswered("not contacted yet"))  # reason for not being ready
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while weights are loaded
 
 
 def _labels(choice: Mapping[str, Any], tokens: int) -> tuple[Label, ...]:

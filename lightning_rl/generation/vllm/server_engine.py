@@ -21,8 +21,7 @@ from lightning_rl.generation.engine import Capabilities, Engine, EngineError
 from lightning_rl.generation.sessions import Sessions
 from lightning_rl.generation.vllm.address import LOOPBACK
 from lightning_rl.generation.vllm.discovery import Listing, ServerList
-from lightning_rl.generation.vllm.fleet import Fleet
-from lightning_rl.generation.vllm.scheduler import Seat
+from lightning_rl.generation.vllm.fleet import Fleet, Seat, ServerRequest
 from lightning_rl.generation.vllm.server_client import ServerClient
 from lightning_rl.generation.vllm.storage import WeightFolder, delete_leftovers
 from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of, pictures_of
@@ -157,8 +156,7 @@ class VLLMServerEngine(WeightSender, Engine):
             rank=rank,
             at_once=self.at_once,
         )
-        fleet.open()
-        REQUESTS.run(fleet.start())
+        fleet.start()
         served = fleet.description
         self.dtype, self.allows_tf32, self.max_length = fleet.dtype, served.device != "cpu", served.max_length
         gc.collect()
@@ -252,15 +250,8 @@ class VLLMServerEngine(WeightSender, Engine):
         if TOP_IDS in self.extras:
             vocabulary = limits.vocabulary
             parameters["logprobs"] = min(self.top_logprobs or vocabulary, vocabulary)
-        sample = await self._running().ask(
-            request.prefix_ids,
-            parameters,
-            name=name,
-            oldest=oldest,
-            seat=seat,
-            priority=request.rollout,
-            pictures=pictures_of(request),
-        )
+        sent = ServerRequest(name, request.prefix_ids, parameters, oldest, request.rollout, pictures_of(request))
+        sample = await self._running().complete(sent, seat)
         reads = limits.reads(request, sample.prompt_ids)
         versions = tuple(label.version for label in sample.labels)
         return Completion(
@@ -279,7 +270,7 @@ class VLLMServerEngine(WeightSender, Engine):
         fleet = self._running()
 
         async def score(ids: Sequence[int]) -> Tensor:
-            return (await fleet.ask(ids, SCORING, name="score", oldest=fleet.oldest)).prompt_logprobs
+            return (await fleet.complete(ServerRequest("score", ids, SCORING, fleet.oldest))).prompt_logprobs
 
         return REQUESTS.run(run_all(map(score, rows)))
 

@@ -5,7 +5,6 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
@@ -88,19 +87,13 @@ class WeightFolder:
 
 def delete_leftovers(storage: Path) -> None:
     """Delete the folders that dead trainers of this user left on this machine."""
-    for folder in leftovers(storage):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.with_name(folder.name + LOCK).unlink(missing_ok=True)
-
-
-def leftovers(storage: Path) -> Iterator[Path]:
-    """Yield the folders that dead trainers of this user left on this machine."""
     for lock in sorted(storage.glob(f"{PREFIX}*{LOCK}")):
         folder = lock.with_name(lock.name.removesuffix(LOCK))
         with suppress(OSError), lock.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_uid == os.getuid() and file.read() == socket.gethostname():
-                yield folder
+                shutil.rmtree(folder, ignore_errors=True)
+                lock.unlink(missing_ok=True)
 
 
 def check_inside(path: Path, storage: Path) -> None:

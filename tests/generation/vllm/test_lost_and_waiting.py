@@ -5,35 +5,18 @@ import os
 import signal
 import threading
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
-from generation.vllm.served_engines import an_engine, push
+from generation.vllm.served_engines import a_fleet, an_engine, push
 from kit.marks import wait_for
 from kit.scripted_server import KEY, Answer, ScriptedServer, servers
-from kit.support import tiny_policy
 
 from lightning_rl import EngineError
-from lightning_rl.generation.vllm.discovery import ServerList
-from lightning_rl.generation.vllm.fleet import Fleet
+from lightning_rl.generation.vllm.fleet import ServerRequest
 from lightning_rl.generation.vllm.server_client import ServerClient
-from lightning_rl.generation.vllm.storage import WeightFolder
-from lightning_rl.generation.vllm.vllm_weights import VLLMWeights
 from lightning_rl.utils.event_loop import REQUESTS, run_all
 from lightning_rl.utils.http import Cancelled, Unanswered
-
-
-def a_fleet(*urls: str, patience: float = 0.1) -> Fleet:
-    model, urls = tiny_policy(), urls or ("http://127.0.0.1:9", "http://127.0.0.1:10")
-    parts = (
-        ServerList(urls, lambda _: None),
-        lambda url: ServerClient(url, KEY, 5),
-        WeightFolder(Path("unused"), "run"),
-        VLLMWeights(model, lora="merged", pictures=False),
-    )
-    known: dict[str, Any] = {"model": model, "tokenizer": None, "canary": None, "patience": patience}
-    return Fleet(urls, *parts, **known)
 
 
 def test_a_server_whose_health_check_is_refused_is_lost_until_it_passes(caplog: pytest.LogCaptureFixture) -> None:
@@ -41,9 +24,9 @@ def test_a_server_whose_health_check_is_refused_is_lost_until_it_passes(caplog: 
     honest, odd = server.answer, threading.Event()
     server.answer = lambda path, body: 401 if odd.is_set() and path == "/health" else honest(path, body)
     with servers(server):
-        watched = a_fleet(server.url, patience=20)
+        watched = a_fleet(server.url, rank=1, patience=20)
         try:
-            REQUESTS.run(watched.start())
+            watched.start()
             odd.set()
             assert wait_for(lambda: not watched.ready())
             asked = server.calls.count("/health")
@@ -56,7 +39,7 @@ def test_a_server_whose_health_check_is_refused_is_lost_until_it_passes(caplog: 
 
 
 def test_a_wait_ends_after_the_patience_with_the_reason_of_each_server() -> None:
-    empty = a_fleet()
+    empty = a_fleet(patience=0.1)
 
     async def wait() -> None:
         empty.remove(empty.servers[1], Unanswered("it caught fire"))
@@ -76,7 +59,7 @@ def test_a_request_that_waits_for_a_server_can_be_cancelled(how: str) -> None:
                 await asyncio.to_thread(empty.close)
             raise ValueError("as expected")
         try:
-            await empty.ask([1], {"max_tokens": 1}, name="one", oldest=0)
+            await empty.complete(ServerRequest("one", [1], {"max_tokens": 1}, 0))
         except BaseException as error:
             ended.append(type(error))
             raise
