@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -77,15 +78,15 @@ class Broadcast:
         Raises:
             ValueError: If the order differs from that of the first sync.
         """
-        tensors, last = iter(weights), self._tensors[-1][0]
-        for expected, _, dtype in self._tensors:
+        tensors = iter(weights)
+        for place, (expected, _, dtype) in enumerate(self._tensors, 1):
             name, weight = next(tensors, ("nothing", torch.empty(0)))
             if name != expected:
                 raise ValueError(f"expected {expected} next, as in the first sync, got {name}")
             copied = weight.detach().to(device=self._device, dtype=getattr(torch, dtype), copy=True).contiguous()
             del weight
-            if name == last and (more := next(tensors, None)) is not None:
-                raise ValueError(f"expected {last} to be the last tensor, got {more[0]} after it")
+            if place == len(self._tensors):
+                deque(tensors, maxlen=0)
             yield name, copied
 
     def _group_of(self, servers: Sequence[Server]) -> Group | None:

@@ -94,7 +94,7 @@ class ServerClient(Client):
         Raises:
             ValueError: If it was not started with the settings that the engine needs.
         """
-        answer = await self._get("/version")
+        answer = await self.request("GET", "/version", timeout=PROBE)
         try:
             with self._parsing():
                 check_version(str(answer["version"]))
@@ -270,9 +270,6 @@ class ServerClient(Client):
         answer = await self._post("/collective_rpc", {"method": method, "args": arguments})
         with self._parsing():
             return answer["results"]
-
-    async def _get(self, path: str) -> Any:
-        return await self.request("GET", path, timeout=PROBE)
 
     async def _post(self, path: str, body: Any = None) -> Any:
         return await self.request("POST", path, body, timeout=self.timeout)

@@ -4,10 +4,10 @@ import gc
 import os
 import tempfile
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from secrets import token_hex
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from lightning_rl.generation.vllm.fleet import Fleet, Seat, ServerRequest
 from lightning_rl.generation.vllm.server_client import ServerClient
 from lightning_rl.generation.vllm.storage import WeightFolder, delete_leftovers
 from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of, pictures_of
-from lightning_rl.generation.vllm.vllm_weights import VLLMWeights, WeightSender
+from lightning_rl.generation.vllm.vllm_weights import VLLMWeights
 from lightning_rl.generation.weights import weight_stream
 from lightning_rl.generation.weights.canary import Canary, canary_of
 from lightning_rl.policy.media import placeholders_of
@@ -39,7 +39,7 @@ from lightning_rl.utils.http import read_url
 TRANSFERS = ("file", "broadcast")
 
 
-class VLLMServerEngine(WeightSender, Engine):
+class VLLMServerEngine(Engine):
     """Engine on vLLM servers that ``lightning-rl serve`` started, on this machine or others.
 
     Each sync writes the weights to a folder shared with the servers, which load them from there, or broadcasts them to
@@ -137,7 +137,7 @@ class VLLMServerEngine(WeightSender, Engine):
         """
         if self._fleet is not None:
             raise RuntimeError("expected an engine that is not started, got a started one: call close() first")
-        self._outgoing = VLLMWeights(model, lora=self.lora, pictures=processor_of(tokenizer) is not None)
+        outgoing = VLLMWeights(model, lora=self.lora, pictures=processor_of(tokenizer) is not None)
         rank = dist.get_rank() if process_count() > 1 else 0
         with failing_together("a list of servers", EngineError):
             urls = self._list.wait(self.patience)
@@ -148,7 +148,7 @@ class VLLMServerEngine(WeightSender, Engine):
             self._list,
             self._client_of,
             WeightFolder(Path(storage), run, private=self.storage is None),
-            self._stream,
+            outgoing,
             model=model,
             tokenizer=tokenizer,
             canary=self.canary,
@@ -190,7 +190,7 @@ class VLLMServerEngine(WeightSender, Engine):
         if fleet.rank != 0:
             fleet.publish((), version)
         oldest = version
-        if self._adapter is not None:  # vLLM may read the adapter of a request in flight again
+        if self.lora == "adapter":  # vLLM may read the adapter of a request in flight again
             oldest = min(
                 (used for used in process_objects(self.in_flight.oldest()) if used is not None), default=version
             )
@@ -203,17 +203,7 @@ class VLLMServerEngine(WeightSender, Engine):
         Requests with the same prompt go to one server, but separately: vLLM gives the samples of one request
         consecutive seeds.
         """
-        limits, seats = self._limits(), defaultdict[tuple[int, ...], Seat](Seat)
-        oldest = self._running().oldest
-        for request in requests:
-            limits.check(request)
-
-        async def answer(request: Request) -> Completion:
-            completion = await self._complete(request, seats[request.prefix_ids], oldest, logprobs=logprobs)
-            self.in_flight.discard(request)
-            return completion
-
-        return REQUESTS.run(run_all(map(answer, requests)))
+        return REQUESTS.run(run_all(map(self._answering(requests, logprobs=logprobs), requests)))
 
     @override
     async def serve(self, sessions: Sessions, *, logprobs: bool) -> None:
@@ -222,48 +212,47 @@ class VLLMServerEngine(WeightSender, Engine):
         Samples with the same beginning share a server. Tokens may come from the weights at the start or later ones,
         from turn to turn and within a turn.
         """
-        limits, oldest, seats = self._limits(), self._running().oldest, dict[int, Seat]()
-        beginnings = defaultdict[tuple[int, ...], Seat](Seat)
+        await sessions.answer_each(self._answering(None, logprobs=logprobs))
 
-        async def answer(request: Request) -> Completion:
-            self._check_requests([request])
-            limits.check(request)
-            seat = seats.setdefault(request.sample_id, beginnings[request.prefix_ids])
-            with self.in_flight.holding([request], self.version):
-                return await self._complete(request, seat, oldest, logprobs=logprobs)
-
-        await sessions.answer_each(answer)
-
-    def _limits(self) -> Limits:
-        fleet = self._running()
-        return Limits(
-            max_length=fleet.description.max_length,
-            vocabulary=fleet.description.vocabulary,
+    def _answering(
+        self, requests: Sequence[Request] | None, *, logprobs: bool
+    ) -> Callable[[Request], Coroutine[Any, Any, Completion]]:
+        """Return the function that answers requests of one call, which are checked; None for those of open samples."""
+        fleet, seats, beginnings = self._running(), dict[int, Seat](), defaultdict[tuple[int, ...], Seat](Seat)
+        oldest, served = fleet.oldest, fleet.description
+        limits = Limits(
+            max_length=served.max_length,
+            vocabulary=served.vocabulary,
             has_tokenizer=fleet.has_tokenizer,
             placeholders=self._placeholders,
         )
+        for request in requests or ():
+            limits.check(request)
 
-    async def _complete(self, request: Request, seat: Seat, oldest: int, *, logprobs: bool) -> Completion:
-        """Return the completion of a request, from weights of push ``oldest`` or later."""
-        parameters, name = parameters_of(request, logprobs=logprobs), f"{request.sample_id}-{request.turn}"
-        limits = self._limits()
-        if TOP_IDS in self.extras:
-            vocabulary = limits.vocabulary
-            parameters["logprobs"] = min(self.top_logprobs or vocabulary, vocabulary)
-        sent = ServerRequest(name, request.prefix_ids, parameters, oldest, request.rollout, pictures_of(request))
-        sample = await self._running().complete(sent, seat)
-        reads = limits.reads(request, sample.prompt_ids)
-        versions = tuple(label.version for label in sample.labels)
-        return Completion(
-            token_ids=sample.token_ids,
-            logprobs=sample.logprobs,
-            finish=finish_of(request, sample.token_ids, sample.finish_reason, sample.stop_reason)
-            if reads
-            else FinishReason.ABORT,
-            version=versions[0],
-            versions=None if len(set(versions)) == 1 else versions,
-            token_extras=sample.token_extras,
-        )
+        async def answer(request: Request) -> Completion:
+            seat = beginnings[request.prefix_ids]
+            if requests is None:
+                limits.check(request)
+                seat = seats.setdefault(request.sample_id, seat)
+            parameters, name = parameters_of(request, logprobs=logprobs), f"{request.sample_id}-{request.turn}"
+            if TOP_IDS in self.extras:
+                parameters["logprobs"] = min(self.top_logprobs or limits.vocabulary, limits.vocabulary)
+            sent = ServerRequest(name, request.prefix_ids, parameters, oldest, request.rollout, pictures_of(request))
+            with self.in_flight.holding([request], self.version):
+                sample = await fleet.complete(sent, seat)
+            finish, versions = FinishReason.ABORT, tuple(label.version for label in sample.labels)
+            if limits.reads(request, sample.prompt_ids):
+                finish = finish_of(request, sample.token_ids, sample.finish_reason, sample.stop_reason)
+            return Completion(
+                token_ids=sample.token_ids,
+                logprobs=sample.logprobs,
+                finish=finish,
+                version=versions[0],
+                versions=None if len(set(versions)) == 1 else versions,
+                token_extras=sample.token_extras,
+            )
+
+        return answer
 
     @override
     def score(self, rows: Sequence[Sequence[int]]) -> list[Float[Tensor, " L1"]]:
