@@ -230,14 +230,10 @@ class Fleet:
         Args:
             oldest: First version whose adapters are kept, for requests in flight. The base is kept too.
         """
-        label = self._goal.label
-        if label is None:
-            raise RuntimeError("expected weights that were pushed, got none")
-        self.oldest = label.number
         for folder in self._folder.path.iterdir() if self.rank == 0 else ():
-            number = int(folder.name) if folder.name.isdecimal() else label.number
+            number = int(folder.name) if folder.name.isdecimal() else self.oldest
             needed = self._base is not None and (number == 0 or self._versions[number] >= oldest)
-            if number < label.number and not needed:
+            if number < self.oldest and not needed:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
@@ -488,6 +484,7 @@ class Fleet:
             if not isinstance(error, Unanswered | Refused):
                 raise error
         await self.wait()
+        self.oldest = label.number
 
     async def _compare(self, sent: Sequence[tuple[str, weight_stream.Shape]]) -> None:
         self._sent = list(sent)
@@ -608,22 +605,17 @@ class Fleet:
                 return await self._let_go(server)
             try:
                 await server.client.check_health()
-                if server.listed and not server.ready:
-                    await self._join(server)
+                unproven = self._canary is not None and self._goal.label is not None and self._goal.logprobs is None
+                if unproven and self.ready() and not server.ready:  # the canary checks a ready server first
+                    server.due = _now() + BACKOFF
+                elif server.listed and not server.ready:
+                    await self._refresh(server)
             except Cancelled:
                 return None
             except Exception as error:  # noqa: BLE001  the task has to survive, or the server stays lost
                 if server.ready:
                     server.client.abort()
                 self.remove(server, error)
-
-    async def _join(self, server: Server) -> None:
-        """Bring a server to the current weights, unless the canary has not checked them at a ready server yet."""
-        unproven = self._canary is not None and self._goal.label is not None and self._goal.logprobs is None
-        if unproven and self.ready():
-            server.due = _now() + BACKOFF
-        else:
-            await self._refresh(server)
 
     async def _let_go(self, server: Server) -> None:
         """Close a removed server."""

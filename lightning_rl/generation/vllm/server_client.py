@@ -2,8 +2,8 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,8 +138,7 @@ class ServerClient(Client):
         Raises:
             RuntimeError: If the server could not load them.
         """
-        async with self._replacing_weights(label):
-            self._check_load(await self._on_workers("lightning_rl_load", str(folder)))
+        await self._replace_weights("lightning_rl_load", str(folder), label)
 
     async def load_adapter(self, folder: Path, label: Label) -> None:
         """Load the LoRA adapter of a folder, named by its label. Requests in flight keep the adapter that they name.
@@ -161,19 +160,17 @@ class ServerClient(Client):
             RuntimeError: If the server received all weights but could not load them.
             GroupError: If it is not a member any more.
         """
-        async with self._replacing_weights(label):
-            results = await self._on_workers("lightning_rl_receive", group)
-            for result in results:
-                if "left" in result:
-                    raise GroupError(f"{self.url} left group {group}: {quote(str(result['left']))}")
-            self._check_load(results)
+        await self._replace_weights("lightning_rl_receive", group, label)
 
-    @asynccontextmanager
-    async def _replacing_weights(self, label: Label) -> AsyncIterator[None]:
+    async def _replace_weights(self, method: str, source: str, label: Label) -> None:
         await self._post("/pause?mode=keep&clear_cache=false")
         try:
             await self.clear_label()
-            yield
+            results = await self._on_workers(method, source)
+            for why in [str(result["left"]) for result in results if "left" in result]:
+                raise GroupError(f"{self.url} left group {source}: {quote(why)}")
+            for why in [str(result["error"]) for result in results if "error" in result]:
+                raise RuntimeError(f"expected {self.url} to load weights, but it failed: {quote(why)}")
             answer = await self._post("/reset_prefix_cache?reset_running_requests=true")
             with self._parsing():
                 reset = answer["success"]
@@ -183,12 +180,6 @@ class ServerClient(Client):
             await self._post("/update_weight_version", {"new_version": str(label)})
         finally:
             await self._post("/resume")
-
-    def _check_load(self, results: Sequence[Mapping[str, Any]]) -> None:
-        for result in results:
-            if "error" in result:
-                error = quote(str(result["error"]))
-                raise RuntimeError(f"expected {self.url} to load weights, but it failed: {error}")
 
     async def members(self) -> list[Member]:
         """Return the group and the GPU of each process that holds a part of the server's weights."""
