@@ -60,13 +60,14 @@ class Broadcast:
             for name, weight in self._in_order(weights):
                 failure = failure or _failure_of(group, weight)
                 sent.append((name, weight.cpu()))
+            if group.is_over:
+                self._end_group()
+            failures = {failure, *answers.result()} - {""}
         except BaseException:
             self._end_group()  # so that servers that wait for a tensor stop
             answers.result()
             raise
-        if group.is_over:
-            self._end_group()
-        for why in {failure, *answers.result()} - {""}:
+        for why in failures:
             LOG.warning("version %d did not reach every server by broadcast: %s", label.version, why)
         if group.is_over:
             self._end_group()

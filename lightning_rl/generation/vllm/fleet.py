@@ -391,31 +391,31 @@ class Fleet:
     def _fail(self, error: Exception) -> None:
         """Raise an error in every waiting request."""
         waiting, self._waiting = self._waiting, []
-        for ticket in waiting:
-            if not ticket.place.done():
-                ticket.place.set_exception(error)
+        for each in waiting:
+            if not each.place.done():
+                each.place.set_exception(error)
 
     def assign(self) -> None:
         """Assign free slots to waiting requests."""
         first = self.rank % max(1, len(self.servers))
         ready = [server for server in (*self.servers[first:], *self.servers[:first]) if server.ready]
         kept = list[WaitingRequest]()
-        for position, ticket in enumerate(self._waiting):
+        for position, each in enumerate(self._waiting):
             free = [server for server in ready if server.in_flight < self._at_once]
             if not free:
                 kept += self._waiting[position:]
                 break
-            if ticket.place.done():
+            if each.place.done():
                 continue
-            seat = ticket.seat
+            seat = each.seat
             if seat.server not in ready:
                 seat.server = min(free, key=lambda server: server.outstanding)
             if seat.server in free:
                 seat.server.in_flight += 1
-                seat.server.outstanding += ticket.tokens
-                ticket.place.set_result(seat.server)
+                seat.server.outstanding += each.tokens
+                each.place.set_result(seat.server)
             else:
-                kept.append(ticket)
+                kept.append(each)
         self._waiting = kept
 
     async def _ask(self, server: Server, request: ServerRequest) -> Sample | None:

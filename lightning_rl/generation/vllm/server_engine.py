@@ -116,9 +116,6 @@ class VLLMServerEngine(Engine):
         if read_url(url).hostname not in LOOPBACK and self.storage is None:
             raise ValueError(f"expected storage=, a folder shared with the machine of {url}, got none")
 
-    def _client_of(self, url: str) -> ServerClient:
-        return ServerClient(url, self._key, self.timeout)
-
     @override
     def start(
         self,
@@ -146,7 +143,7 @@ class VLLMServerEngine(Engine):
         fleet = self._fleet = Fleet(
             urls,
             self._list,
-            self._client_of,
+            lambda url: ServerClient(url, self._key, self.timeout),
             WeightFolder(Path(storage), run, private=self.storage is None),
             outgoing,
             model=model,

@@ -79,6 +79,7 @@ class WeightFolder:
     def close(self) -> None:
         """Delete the folder, if this process created it."""
         lock, self._lock = self._lock, None
+        self.keep(())  # after the end of a write
         if lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             Path(lock.name).unlink(missing_ok=True)
