@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -78,6 +78,18 @@ class EventLoop:
                 thread = self._threads[os.getpid()] = _LoopThread(self._thread_name())
                 thread.start()
             return thread
+
+
+async def run_all(coroutines: Iterable[Coroutine[Any, Any, Value]]) -> list[Value]:
+    """Return results in order; after the first failure the other tasks are cancelled and awaited."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 class _LoopThread(threading.Thread):

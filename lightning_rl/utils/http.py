@@ -147,21 +147,19 @@ class Client:
             raise Unanswered(f"expected JSON from {self.url}{path}, got {quoted}") from error
 
     def abort(self) -> None:
-        """Cancel the calls in flight, which raise :class:`Unanswered`."""
-        REQUESTS.call_soon(self._expire)
-
-    def _expire(self) -> None:
+        """Cancel the calls in flight, which raise :class:`Unanswered`; called in the event loop."""
         for deadline in self._deadlines:
             if not deadline.expired():
                 deadline.reschedule(asyncio.get_running_loop().time())
 
     def close(self) -> None:
         """Cancel all calls, later ones included, and close connections."""
-        REQUESTS.run(self._close())
+        REQUESTS.run(self.aclose())
 
-    async def _close(self) -> None:
+    async def aclose(self) -> None:
+        """Close the client, called by a coroutine of the event loop."""
         self._closed = True
-        self._expire()
+        self.abort()
         while self._deadlines:  # or a reader would find its connection closed
             await asyncio.sleep(0)
         if self._session is not None:

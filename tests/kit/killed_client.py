@@ -17,13 +17,13 @@ from kit.scripted_server import KEY
 from kit.support import tiny_module, tiny_prompts, weights_of
 from lightning_rl import VLLMServerEngine
 from lightning_rl.checkpointing import AtomicCheckpointIO, latest_checkpoint
-from lightning_rl.generation.vllm import server_pool
+from lightning_rl.generation.vllm import fleet
 
 
 def main(folder: Path, staleness: int, urls: list[str]) -> None:
     """Runs to the end of 16 optimizer steps, 8 rollouts of two; no rollout is lost to a server that is slow to come."""
     torch.set_num_threads(1)
-    server_pool.POLL, server_pool.BACKOFF = 0.05, 0.05
+    fleet.POLL, fleet.BACKOFF = 0.05, 0.05
     engine = VLLMServerEngine(urls, api_key=KEY, canary=False, patience=60, storage=folder / "storage")
     module = tiny_module(
         optimizer=partial(AdamW, lr=1e-2),

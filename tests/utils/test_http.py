@@ -16,6 +16,7 @@ from kit.raw_server import RawServer, raw_server, whole
 from kit.scripted_server import KEY, ScriptedServer, servers
 
 from lightning_rl.utils import http
+from lightning_rl.utils.event_loop import REQUESTS
 from lightning_rl.utils.http import Cancelled, Client, Refused, Unanswered, _open_socket
 
 
@@ -99,7 +100,7 @@ def test_a_call_is_cancelled_while_its_answer_arrives() -> None:
             except (Unanswered, Cancelled) as error:
                 ended.append(type(error))
 
-        for end in (client.abort, client.close):
+        for end in (lambda: REQUESTS.call_soon(client.abort), client.close):
             asking = threading.Thread(target=wait)
             asking.start()
             assert begun.wait(20)

@@ -20,7 +20,8 @@ from typing_extensions import override
 from lightning_rl import Rollout, VLLMServerEngine
 from lightning_rl.callbacks import RolloutKL
 from lightning_rl.generation.vllm.broadcast import Broadcast
-from lightning_rl.generation.vllm.server_client import ServerClient
+from lightning_rl.generation.vllm.server_client import Label, ServerClient
+from lightning_rl.utils.event_loop import REQUESTS
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +38,9 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that collects the URLs of servers that load a file."""
     loaded, honest = list[str](), ServerClient.load
 
-    def load(client: ServerClient, *arguments: Any) -> None:
+    def load(client: ServerClient, *arguments: Any) -> Any:
         loaded.append(client.url)
-        honest(client, *arguments)
+        return honest(client, *arguments)
 
     monkeypatch.setattr(ServerClient, "load", load)
     return loaded
@@ -84,14 +85,14 @@ def test_servers_stay_loadable_after_an_unknown_tensor(
     launch(engine, model)
     engine.expect(model.named_parameters())
     synced(engine, model, 0)
-    pool = engine._running()  # noqa: SLF001
+    fleet = engine._running()  # noqa: SLF001
     weights = [("model.layers.9.norm.weight", torch.ones(4)), *model.state_dict().items()]
     tensors = [(name, tuple(weight.shape), "float32") for name, weight in weights]
-    other = Broadcast(pool, tensors, torch.device("cpu"))
-    other.send(weights, pool.push.next_label(1))
+    other = Broadcast(fleet.run, tensors, torch.device("cpu"), "cpu")
+    other.send(fleet.ready(), weights, Label(fleet.run, 1, 1))
     other.close()
     assert all(f"expected {server.url} to load weights, but it failed: " in caplog.text for server in both)
-    assert [server.client.label() for server in pool.servers] == [None, None]
+    assert [REQUESTS.run(server.client.label()) for server in fleet.servers] == [None, None]
     moved(model, 0.02)
     requests = requests_for(prompts_of(8, 20))
     assert worst(model, requests, synced(engine, model, 1).generate(requests, logprobs=True)) < 1e-4
@@ -118,8 +119,8 @@ def test_a_run_with_a_changing_list_of_servers(
             listed = {2: [one.url, two.url], 4: [two.url]}.get(len(self.rollouts))
             if listed is not None:
                 listing.write_text("\n".join(listed))
-                pool, end = engine._running(), time.monotonic() + 120  # noqa: SLF001
-                while [server.client.url for server in pool.ready()] != listed:
+                fleet, end = engine._running(), time.monotonic() + 120  # noqa: SLF001
+                while [server.client.url for server in fleet.ready()] != listed:
                     assert time.monotonic() < end, "the list was not followed"
                 asked.append("changed")
 

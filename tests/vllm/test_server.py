@@ -30,6 +30,7 @@ from lightning_rl.environments import converse
 from lightning_rl.generation import CanaryError, Completion
 from lightning_rl.generation.vllm.server_client import Label, ServerClient
 from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS
+from lightning_rl.utils.event_loop import REQUESTS
 from lightning_rl.utils.http import Cancelled, Client
 
 
@@ -140,8 +141,8 @@ def test_a_path_outside_of_the_storage_is_not_loaded(server: Served, engine: VLL
     with pytest.raises(
         RuntimeError, match=f"it failed: expected a folder of weights on {tempfile.gettempdir()}, got /etc"
     ):
-        ServerClient(server.url, SECRET, 60).load(Path("/etc"), Label("mine", 0, 0))
-    assert ServerClient(server.url, SECRET, 60).label() is None, "and the label is gone"
+        REQUESTS.run(ServerClient(server.url, SECRET, 60).load(Path("/etc"), Label("mine", 0, 0)))
+    assert REQUESTS.run(ServerClient(server.url, SECRET, 60).label()) is None, "and the label is gone"
 
 
 def test_stop_strings_need_the_same_tokenizer_at_the_server(server: Served) -> None:
@@ -225,9 +226,9 @@ def test_a_run_sees_engine_and_trainer_agree(server: Served) -> None:
 def test_the_canary_finds_a_server_that_was_not_synced(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     honest, watch = ServerClient._post, Watch()  # noqa: SLF001
 
-    def forgetful(client: ServerClient, asked: str, body: Any = None) -> Any:
+    async def forgetful(client: ServerClient, asked: str, body: Any = None) -> Any:
         skipped = asked == "/collective_rpc" and body["method"] == "lightning_rl_load"
-        return {"results": [{}]} if skipped and len(watch.rollouts) == 2 else honest(client, asked, body)
+        return {"results": [{}]} if skipped and len(watch.rollouts) == 2 else await honest(client, asked, body)
 
     monkeypatch.setattr(ServerClient, "_post", forgetful)
     with pytest.raises(CanaryError, match="bit for bit those of version 1, while the trainer's moved"):
@@ -255,5 +256,5 @@ def test_a_run_survives_a_killed_server(
         fit(a_run(server), callbacks=[watch, RolloutKL(0.1)], data=tiny_prompts(16, 4))
     check_run(watch, 4)
     assert left == [[]], "processes of the server that was killed"
-    said = [record.message for record in caplog.records if record.name == "lightning_rl.generation.vllm.server_pool"]
+    said = [record.message for record in caplog.records if record.name == "lightning_rl.generation.vllm.fleet"]
     assert said[0].startswith(f"lost {server.url}: ") and said[-1] == f"{server.url} is back, with the current weights"

@@ -2,10 +2,9 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from typing import TypeVar
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -13,10 +12,9 @@ from torch import Tensor
 
 from lightning_rl.generation.vllm.address import LOOPBACK, address_towards
 from lightning_rl.generation.vllm.group import Group, GroupError, Invitation, Specification, gpu_of, open_store
-from lightning_rl.generation.vllm.scheduler import Server
-from lightning_rl.generation.vllm.server_client import Label, Member
-from lightning_rl.generation.vllm.server_pool import ServerPool
+from lightning_rl.generation.vllm.server_client import Label, Member, Server
 from lightning_rl.generation.weights.weight_stream import Weights
+from lightning_rl.utils.event_loop import REQUESTS, run_all
 from lightning_rl.utils.http import Cancelled, Refused, Unanswered
 
 LOG = logging.getLogger(__name__)
@@ -25,41 +23,55 @@ Answer = TypeVar("Answer")
 
 
 class Broadcast:
-    """Sends the weights to the ready servers of a pool; other servers load them from files.
+    """Sends the weights to several servers, from the thread that reads the stream.
 
     A group is reused while the same servers are in it. After a server's restart or an error, all servers join a new
     one.
 
     Args:
-        pool: Pool of servers, one of which has sent its description.
+        run: Random name of the run.
         tensors: Tensors of each push, in order.
         device: Device of the trainer's weights.
+        served: Type of the device of the servers' weights.
     """
 
-    def __init__(self, pool: ServerPool, tensors: Sequence[Specification], device: torch.device) -> None:
-        self._pool, self._tensors = pool, list(tensors)
-        nccl = device.type == "cuda" and pool.push.description.device == "cuda"
+    def __init__(self, run: str, tensors: Sequence[Specification], device: torch.device, served: str) -> None:
+        self._run, self._tensors = run, list(tensors)
+        nccl = device.type == served == "cuda"
         self._backend, self._device = ("nccl", device) if nccl else ("gloo", torch.device("cpu"))
         self._group: Group | None = None
         self._members: list[Server] = []
         self._groups = 0  # number of groups so far
 
-    def send(self, weights: Weights, label: Label) -> list[tuple[str, Tensor]]:
-        """Send a stream to every ready server. A server that has loaded all of it gets the label.
+    def send(self, servers: Sequence[Server], weights: Weights, label: Label) -> list[tuple[str, Tensor]]:
+        """Send a stream to servers. A server that has loaded all of it gets the label.
 
         An error of the stream is raised after every server has stopped receiving; no server gets the label then.
 
         Returns:
             The weights in main memory, for servers that were not reached or join later.
         """
-        servers = self._pool.ready()
-        with ExitStack() as stack:
-            for server in servers:
-                stack.enter_context(server.loading)
-            group = self._group_of(servers)
-            if group is None:
-                return [(name, weight.cpu()) for name, weight in self._in_order(weights)]
-            return self._send(group, weights, label)
+        group = self._group_of(servers)
+        if group is None:
+            return [(name, weight.cpu()) for name, weight in self._in_order(weights)]
+        answers = REQUESTS.start(run_all(_receive(server, group, label) for server in self._members))
+        sent, failure = list[tuple[str, Tensor]](), ""
+        try:
+            for name, weight in self._in_order(weights):
+                failure = failure or _failure_of(group, weight)
+                sent.append((name, weight.cpu()))
+            if group.is_over:
+                self._end_group()
+            failures = {failure, *answers.result()} - {""}
+        except BaseException:
+            self._end_group()  # so that servers that wait for a tensor stop
+            answers.result()
+            raise
+        for why in failures:
+            LOG.warning("version %d did not reach every server by broadcast: %s", label.version, why)
+        if group.is_over:
+            self._end_group()
+        return sent
 
     def _in_order(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """Yield copies in the dtypes of the servers; the last one after the end of the stream, which may fail there.
@@ -67,35 +79,16 @@ class Broadcast:
         Raises:
             ValueError: If the order differs from that of the first sync.
         """
-        tensors, last = iter(weights), self._tensors[-1][0]
-        for expected, _, dtype in self._tensors:
+        tensors = iter(weights)
+        for place, (expected, _, dtype) in enumerate(self._tensors, 1):
             name, weight = next(tensors, ("nothing", torch.empty(0)))
             if name != expected:
                 raise ValueError(f"expected {expected} next, as in the first sync, got {name}")
             copied = weight.detach().to(device=self._device, dtype=getattr(torch, dtype), copy=True).contiguous()
             del weight
-            if name == last and (more := next(tensors, None)) is not None:
-                raise ValueError(f"expected {last} to be the last tensor, got {more[0]} after it")
+            if place == len(self._tensors):
+                deque(tensors, maxlen=0)
             yield name, copied
-
-    def _send(self, group: Group, weights: Weights, label: Label) -> list[tuple[str, Tensor]]:
-        with ThreadPoolExecutor(len(self._members)) as threads:
-            answers = [threads.submit(_receive, server, group, label) for server in self._members]
-            sent, failure = list[tuple[str, Tensor]](), ""
-            try:
-                for name, weight in self._in_order(weights):
-                    failure = failure or _failure_of(group, weight)
-                    sent.append((name, weight.cpu()))
-            except BaseException:
-                self._end_group()  # so that servers that wait for a tensor stop
-                raise
-            if group.is_over:
-                self._end_group()
-        for why in {failure, *(answer.result() for answer in answers)} - {""}:
-            LOG.warning("version %d did not reach every server by broadcast: %s", label.version, why)
-        if group.is_over:
-            self._end_group()
-        return sent
 
     def _group_of(self, servers: Sequence[Server]) -> Group | None:
         """Return the group of all servers that answer, a new one if needed; None if there are none."""
@@ -121,7 +114,7 @@ class Broadcast:
         host = _host_for(servers)
         store = open_store(host)
         self._groups += 1
-        name = f"{self._pool.push.run}/{self._groups}"
+        name = f"{self._run}/{self._groups}"
         *firsts, size = itertools.accumulate(map(len, members.values()), initial=1)
         invitation = Invitation(name, host, store.port, size, self._backend)
         ranks = dict(zip(servers, firsts, strict=True))
@@ -148,15 +141,16 @@ class Broadcast:
 
     def close(self) -> None:
         """Close the group, and make its servers leave it."""
-        members = [server for server in self._members if server in self._pool.servers]
+        members = [server for server in self._members if server.listed]
         self._end_group()
         _ask(members, lambda server: server.client.leave())
 
 
-def _receive(server: Server, group: Group, label: Label) -> str:
+async def _receive(server: Server, group: Group, label: Label) -> str:
     """Make a server receive the stream; return the error, or an empty string."""
     try:
-        server.client.receive(group.name, label)
+        async with server.loading:
+            await server.client.receive(group.name, label)
     except LOST as error:
         group.give_up()
         return str(error)
@@ -175,18 +169,17 @@ def _failure_of(group: Group, tensor: Tensor) -> str:
     return ""
 
 
-def _ask(servers: Sequence[Server], call: Callable[[Server], Answer]) -> dict[Server, Answer]:
+def _ask(servers: Sequence[Server], call: Callable[[Server], Coroutine[Any, Any, Answer]]) -> dict[Server, Answer]:
     """Return the answers of servers called in parallel; log and leave out those that fail."""
 
-    def ask(server: Server) -> list[tuple[Server, Answer]]:
+    async def ask(server: Server) -> list[tuple[Server, Answer]]:
         try:
-            return [(server, call(server))]
+            return [(server, await call(server))]
         except LOST as error:
             LOG.warning("%s is left out of a broadcast: %s", server.client.url, error)
             return []
 
-    with ThreadPoolExecutor(max(1, len(servers))) as threads:
-        return dict(pair for pairs in threads.map(ask, servers) for pair in pairs)
+    return dict(pair for pairs in REQUESTS.run(run_all(map(ask, servers))) for pair in pairs)
 
 
 def _host_for(servers: Sequence[Server]) -> str:

@@ -1,13 +1,14 @@
 """URLs of a run's servers, which a file or a function may change during the run."""
 
+import asyncio
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_rl.generation.engine import EngineError
+from lightning_rl.generation.vllm.group import call_in_thread
 from lightning_rl.utils.http import quote, read_url
 
 LOG = logging.getLogger(__name__)
@@ -36,8 +37,6 @@ class ServerList:
         urls = list(self._lines()) if self.fixed else []
         if self.fixed and (not urls or len(urls) != len(self.read())):
             raise ValueError(f"expected URLs of one or more servers, each of them once, got {urls}")
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
 
     @property
     def source(self) -> str:
@@ -91,38 +90,30 @@ class ServerList:
                 logged = why
             time.sleep(min(READ, patience))
 
-    def watch(self, urls: Urls, follow: Callable[[Urls], object]) -> None:
-        """Call ``follow`` in a thread with each changed list, unless the URLs are fixed.
+    async def changes(self, urls: Urls) -> AsyncIterator[Urls]:
+        """Yield each changed list, in the event loop, unless the URLs are fixed.
 
         A list is used once two reads agree, which excludes a list that is being written. An unusable list changes
-        nothing and is logged.
+        nothing and is logged. The end waits for the function that lists servers; one that does not return is abandoned.
 
         Args:
             urls: URLs at the start of the run.
-            follow: Function called with the URLs.
         """
-
-        def watch() -> None:
-            used, before, logged = urls, urls, ""
-            while not self._ended.wait(READ):
-                try:
-                    found, why = self.read(), ""
-                except ValueError as error:
-                    found, why = used, quote(str(error))
-                if why and why != logged:
-                    LOG.warning("servers stay as they are, because the list of %s is unusable: %s", self.source, why)
-                stable, before, logged = set(found) == set(before), found, why
-                if stable and set(found) != set(used) and not self._ended.is_set():
-                    used = found
-                    follow(used)
-
-        if not self.fixed:
-            self._ended.clear()
-            self._thread = threading.Thread(target=watch, name="servers-listed", daemon=True)
-            self._thread.start()
-
-    def close(self) -> None:
-        """Stop reading; a function that does not return is abandoned."""
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join(LEAVING)
+        used, before, logged = urls, urls, ""
+        while not self.fixed:
+            await asyncio.sleep(READ)
+            reading = asyncio.wrap_future(call_in_thread(self.read))
+            try:
+                await asyncio.wait([reading])
+            finally:
+                await asyncio.wait([reading], timeout=LEAVING)
+            try:
+                found, why = reading.result(), ""
+            except ValueError as error:
+                found, why = used, quote(str(error))
+            if why and why != logged:
+                LOG.warning("servers stay as they are, because the list of %s is unusable: %s", self.source, why)
+            stable, before, logged = set(found) == set(before), found, why
+            if stable and set(found) != set(used):
+                used = found
+                yield used

@@ -1,9 +1,10 @@
 """Client of one vLLM server: its description, loading of weights, sampling, and the label of each token's weights."""
 
+import asyncio
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,6 @@ from lightning_rl.generation.vllm.vllm_version import check_version
 from lightning_rl.generation.vllm.worker_extension import WorkerDescription
 from lightning_rl.generation.weights.weight_stream import Shape
 from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS
-from lightning_rl.utils.event_loop import REQUESTS
 from lightning_rl.utils.http import Client, Refused, Unanswered, quote
 
 PROBE = 30.0  # seconds for a call that returns at once
@@ -84,23 +84,23 @@ class ServerClient(Client):
         self.timeout = timeout
         self.adapter: Label | None = None
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Return if the server accepts requests."""
-        self.call("GET", "/health", timeout=PROBE)
+        await self.request("GET", "/health", timeout=PROBE)
 
-    def describe(self) -> WorkerDescription:
+    async def describe(self) -> WorkerDescription:
         """Return the server's description.
 
         Raises:
             ValueError: If it was not started with the settings that the engine needs.
         """
-        answer = self._get("/version")
+        answer = await self.request("GET", "/version", timeout=PROBE)
         try:
             with self._parsing():
                 check_version(str(answer["version"]))
         except ImportError as error:
             raise ValueError(f"{self.url}: {quote(str(error))}") from error
-        results = self._on_workers("lightning_rl_describe")
+        results = await self._on_workers("lightning_rl_describe")
         with self._parsing():
             description = WorkerDescription(**results[0])
         for name, value in REQUIRED.items():
@@ -108,29 +108,29 @@ class ServerClient(Client):
                 raise ValueError(f"expected {name} {value} at {self.url}, got {quote(got)}: use lightning-rl serve")
         return description
 
-    def detokenize(self, ids: Sequence[int]) -> str:
+    async def detokenize(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, decoded by the server's tokenizer."""
-        answer = self._post("/detokenize", {"tokens": list(ids)})
+        answer = await self._post("/detokenize", {"tokens": list(ids)})
         with self._parsing():
             return str(answer["prompt"])
 
-    def compare(self, sent: Sequence[tuple[str, Shape]]) -> None:
+    async def compare(self, sent: Sequence[tuple[str, Shape]]) -> None:
         """Compare the names and shapes of the synced tensors with the server's.
 
         Raises:
             ValueError: If a tensor differs; names the first one.
         """
-        for result in self._on_workers("lightning_rl_compare", [(name, list(shape)) for name, shape in sent]):
+        for result in await self._on_workers("lightning_rl_compare", [(name, list(shape)) for name, shape in sent]):
             if "error" in result:
                 raise ValueError(f"{self.url}: {quote(str(result['error']))}")
 
-    def label(self) -> Label | None:
+    async def label(self) -> Label | None:
         """Return the label of the server's weights, or None if no trainer has pushed any."""
-        answer = self.call("GET", "/weight_info", timeout=self.timeout)
+        answer = await self.request("GET", "/weight_info", timeout=self.timeout)
         with self._parsing():
             return Label.read(str(answer["weight_version"]))
 
-    def load(self, folder: Path, label: Label) -> None:
+    async def load(self, folder: Path, label: Label) -> None:
         """Load the weights of a folder. Requests in flight pause and continue with the new weights.
 
         Until the load succeeds, the server has a label that no trainer accepts.
@@ -138,85 +138,72 @@ class ServerClient(Client):
         Raises:
             RuntimeError: If the server could not load them.
         """
-        with self._replacing_weights(label):
-            self._check_load(self._on_workers("lightning_rl_load", str(folder)))
+        await self._replace_weights("lightning_rl_load", str(folder), label)
 
-    def load_adapter(self, folder: Path, label: Label) -> None:
+    async def load_adapter(self, folder: Path, label: Label) -> None:
         """Load the LoRA adapter of a folder, named by its label. Requests in flight keep the adapter that they name.
 
         vLLM drops the least recently used one of more than ``max_loras``, and reads it again for a request in flight.
         """
         body = {"lora_name": str(label), "lora_path": str(folder)}
         try:
-            self.call("POST", "/v1/load_lora_adapter", body, timeout=self.timeout, parse=bytes.decode)
+            await self.request("POST", "/v1/load_lora_adapter", body, timeout=self.timeout, parse=bytes.decode)
         except Refused as error:
             if not error.of_request:  # else it has one of this name, whose load was not confirmed
                 raise
-        self._post("/update_weight_version", {"new_version": str(label)})
+        await self._post("/update_weight_version", {"new_version": str(label)})
 
-    def receive(self, group: str, label: Label) -> None:
+    async def receive(self, group: str, label: Label) -> None:
         """Load weights that are broadcast in a group, otherwise as :meth:`load`.
 
         Raises:
             RuntimeError: If the server received all weights but could not load them.
             GroupError: If it is not a member any more.
         """
-        with self._replacing_weights(label):
-            results = self._on_workers("lightning_rl_receive", group)
-            for result in results:
-                if "left" in result:
-                    raise GroupError(f"{self.url} left group {group}: {quote(str(result['left']))}")
-            self._check_load(results)
+        await self._replace_weights("lightning_rl_receive", group, label)
 
-    @contextmanager
-    def _replacing_weights(self, label: Label) -> Iterator[None]:
-        self._post("/pause?mode=keep&clear_cache=false")
+    async def _replace_weights(self, method: str, source: str, label: Label) -> None:
+        await self._post("/pause?mode=keep&clear_cache=false")
         try:
-            self.clear_label()
-            yield
-            answer = self._post("/reset_prefix_cache?reset_running_requests=true")
+            await self.clear_label()
+            results = await self._on_workers(method, source)
+            for why in [str(result["left"]) for result in results if "left" in result]:
+                raise GroupError(f"{self.url} left group {source}: {quote(why)}")
+            for why in [str(result["error"]) for result in results if "error" in result]:
+                raise RuntimeError(f"expected {self.url} to load weights, but it failed: {quote(why)}")
+            answer = await self._post("/reset_prefix_cache?reset_running_requests=true")
             with self._parsing():
                 reset = answer["success"]
             if reset is not True:
                 raise RuntimeError(f"expected {self.url} to drop its prefix cache, but it did not")
-            self._post("/reset_encoder_cache")  # features of pictures
-            self._post("/update_weight_version", {"new_version": str(label)})
+            await self._post("/reset_encoder_cache")  # features of pictures
+            await self._post("/update_weight_version", {"new_version": str(label)})
         finally:
-            self._post("/resume")
+            await self._post("/resume")
 
-    def _check_load(self, results: Sequence[Mapping[str, Any]]) -> None:
-        for result in results:
-            if "error" in result:
-                error = quote(str(result["error"]))
-                raise RuntimeError(f"expected {self.url} to load weights, but it failed: {error}")
-
-    def members(self) -> list[Member]:
+    async def members(self) -> list[Member]:
         """Return the group and the GPU of each process that holds a part of the server's weights."""
-        results = self._on_workers("lightning_rl_member")
+        results = await self._on_workers("lightning_rl_member")
         with self._parsing():
             return [Member(str(result["group"]), str(result["gpu"])) for result in results]
 
-    def join(self, invitation: Invitation, first: int, tensors: Sequence[Specification]) -> None:
+    async def join(self, invitation: Invitation, first: int, tensors: Sequence[Specification]) -> None:
         """Make every worker join a group, with ranks from ``first`` on.
 
         Raises:
             GroupError: If a worker could not join.
         """
-        for result in self._on_workers("lightning_rl_join", invitation, first, tensors):
+        for result in await self._on_workers("lightning_rl_join", invitation, first, tensors):
             if "error" in result:
                 raise GroupError(f"expected {self.url} to join a group, but it failed: {quote(str(result['error']))}")
 
-    def leave(self) -> None:
+    async def leave(self) -> None:
         """Make every worker leave its group."""
-        self.call("POST", "/collective_rpc", {"method": "lightning_rl_leave", "args": []}, timeout=LEAVING)
+        await self.request("POST", "/collective_rpc", {"method": "lightning_rl_leave", "args": []}, timeout=LEAVING)
 
-    def clear_label(self) -> None:
+    async def clear_label(self) -> None:
         """Replace the label of the server's weights, so that no trainer accepts tokens from them."""
-        self._post("/update_weight_version", {"new_version": LOADING})
-
-    def sample(self, name: str, ids: Sequence[int], parameters: Mapping[str, Any]) -> Sample:
-        """Call :meth:`draw` and wait for its result."""
-        return REQUESTS.run(self.draw(name, ids, parameters))
+        await self._post("/update_weight_version", {"new_version": LOADING})
 
     async def draw(
         self, name: str, ids: Sequence[int], parameters: Mapping[str, Any], pictures: Mapping[str, Any] | None = None
@@ -270,16 +257,30 @@ class ServerClient(Client):
             what = quote(f"{type(error).__name__}: {error}")
             raise Unanswered(f"expected an answer from {self.url} that vLLM gives, got {what}") from error
 
-    def _on_workers(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
-        answer = self._post("/collective_rpc", {"method": method, "args": arguments})
+    async def _on_workers(self, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        answer = await self._post("/collective_rpc", {"method": method, "args": arguments})
         with self._parsing():
             return answer["results"]
 
-    def _get(self, path: str) -> Any:
-        return self.call("GET", path, timeout=PROBE)
+    async def _post(self, path: str, body: Any = None) -> Any:
+        return await self.request("POST", path, body, timeout=self.timeout)
 
-    def _post(self, path: str, body: Any = None) -> Any:
-        return self.call("POST", path, body, timeout=self.timeout)
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """One server of a fleet."""
+
+    client: ServerClient
+    ready: bool = False  # has the current weights and accepts requests
+    listed: bool = True  # False once it was removed from the list
+    outstanding: int = 0  # tokens of its requests, with the maximum of responses
+    in_flight: int = 0  # requests
+    described: bool = False  # its description was compared with that of the others
+    loaded: bool = False  # this run has loaded weights into it
+    losses: int = 0  # since the last answer
+    due: float = 0.0  # earliest time of a retry, by the monotonic clock
+    error: Exception = field(default_factory=lambda: Unanswered("not contacted yet"))  # reason for not being ready
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while weights are loaded
 
 
 def _labels(choice: Mapping[str, Any], tokens: int) -> tuple[Label, ...]:

@@ -4,11 +4,10 @@ import gc
 import os
 import tempfile
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from secrets import token_hex
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,16 +21,12 @@ from lightning_rl.generation.engine import Capabilities, Engine, EngineError
 from lightning_rl.generation.sessions import Sessions
 from lightning_rl.generation.vllm import vllm_sampling
 from lightning_rl.generation.vllm.address import LOOPBACK
-from lightning_rl.generation.vllm.broadcast import Broadcast
 from lightning_rl.generation.vllm.discovery import Listing, ServerList
-from lightning_rl.generation.vllm.group import Specification
-from lightning_rl.generation.vllm.scheduler import Seat
+from lightning_rl.generation.vllm.fleet import Fleet, Seat, ServerRequest
 from lightning_rl.generation.vllm.server_client import ServerClient
-from lightning_rl.generation.vllm.server_pool import ServerPool
-from lightning_rl.generation.vllm.storage import delete_leftovers
+from lightning_rl.generation.vllm.storage import WeightFolder, delete_leftovers
 from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of, pictures_of
-from lightning_rl.generation.vllm.vllm_weights import VLLMWeights, WeightSender
-from lightning_rl.generation.vllm.weight_push import Proof, WeightPush
+from lightning_rl.generation.vllm.vllm_weights import VLLMWeights
 from lightning_rl.generation.weights import weight_stream
 from lightning_rl.generation.weights.canary import Canary, canary_of
 from lightning_rl.policy.media import placeholders_of
@@ -39,12 +34,13 @@ from lightning_rl.policy.processor import processor_of
 from lightning_rl.rollout import TOP_IDS, TOP_LOGPROBS, FinishReason
 from lightning_rl.samples import Completion, Request
 from lightning_rl.utils.arguments import check_counts, check_numbers
+from lightning_rl.utils.event_loop import REQUESTS, run_all
 from lightning_rl.utils.http import read_url
 
 TRANSFERS = ("file", "broadcast")
 
 
-class VLLMServerEngine(WeightSender, Engine):
+class VLLMServerEngine(Engine):
     """Engine on vLLM servers that ``lightning-rl serve`` started, on this machine or others.
 
     Each sync writes the weights to a folder shared with the servers, which load them from there, or broadcasts them to
@@ -115,16 +111,12 @@ class VLLMServerEngine(WeightSender, Engine):
         self._key = os.environ.get("VLLM_API_KEY") if api_key is None else api_key
         self._list = ServerList(self.servers, self._check_url)
         self.canary = canary_of(canary)
-        self._pool: ServerPool | None = None
-        self._broadcast: Broadcast | None = None
+        self._fleet: Fleet | None = None
         self._placeholders: list[int] = []  # token ids that stand for pictures
 
     def _check_url(self, url: str) -> None:
         if read_url(url).hostname not in LOOPBACK and self.storage is None:
             raise ValueError(f"expected storage=, a folder shared with the machine of {url}, got none")
-
-    def _client_of(self, url: str) -> ServerClient:
-        return ServerClient(url, self._key, self.timeout)
 
     @override
     def start(
@@ -142,10 +134,10 @@ class VLLMServerEngine(WeightSender, Engine):
             ValueError: If the model trains more than an adapter that is to be sent alone, or a server does not suit the
                 run; if the list may change, only if all are unsuitable.
         """
-        if self._pool is not None:
+        if self._fleet is not None:
             raise RuntimeError("expected an engine that is not started, got a started one: call close() first")
-        self._outgoing = VLLMWeights(model, lora=self.lora, pictures=processor_of(tokenizer) is not None)
-        if self._outgoing.unties:
+        outgoing = VLLMWeights(model, lora=self.lora, pictures=processor_of(tokenizer) is not None)
+        if outgoing.unties:
             raise ValueError(
                 "expected embeddings and vocabulary head with one weight, as servers build them, got modules_to_save "
                 "that train one of them alone: use VLLMEngine(), or a model with tie_word_embeddings=False"
@@ -155,53 +147,34 @@ class VLLMServerEngine(WeightSender, Engine):
             urls = self._list.wait(self.patience)
         run, storage = process_objects((token_hex(4), str(Path(self.storage or tempfile.gettempdir()).resolve())))[0]
         self._placeholders = placeholders_of(model.config)
-        push = WeightPush(
-            run,
-            Path(storage),
-            writes=rank == 0,
+        fleet = self._fleet = Fleet(
+            urls,
+            self._list,
+            lambda url: ServerClient(url, self._key, self.timeout),
+            WeightFolder(Path(storage), run, private=self.storage is None),
+            outgoing,
             model=model,
             tokenizer=tokenizer,
             canary=self.canary,
-            private=self.storage is None,
-            lora_rank=0 if self._adapter is None else self._adapter.max_lora_rank,
-        )
-        pool = self._pool = ServerPool(
-            [self._client_of(url) for url in urls],
-            push,
             patience=self.patience,
             rank=rank,
             at_once=self.at_once,
-            source=self._list.source,
         )
-        push.open()
-        for error in pool.refresh():
-            if isinstance(error, ValueError) and self._list.fixed:
-                raise error
-        pool.watch(pool.servers)
-        self._list.watch(urls, lambda urls: pool.follow(urls, self._client_of))
-        pool.wait(strict=True)
-        served = push.description
-        self.dtype, self.allows_tf32 = getattr(torch, served.dtype), served.device != "cpu"
-        self.max_length = served.max_length
+        fleet.start()
+        served = fleet.description
+        self.dtype, self.allows_tf32, self.max_length = fleet.dtype, served.device != "cpu", served.max_length
         gc.collect()
         gc.freeze()  # or the garbage of a thousand answers makes the collector traverse all live objects
 
     @override
     def expect(self, weights: weight_stream.Weights) -> None:
         """Compare names and shapes with those of every server; servers that join later are compared then."""
-        pool, tensors, device = self._running(), list[Specification](), torch.device("cpu")
-        for name, weight in self._stream(weights):
-            dtype = self.dtype if weight.is_floating_point() and name not in self._stream.exact else weight.dtype
-            tensors.append((name, tuple(weight.shape), str(dtype).removeprefix("torch.")))
-            device = weight.device
-        pool.compare([(name, shape) for name, shape, _ in tensors])
-        if self.transfer == "broadcast" and pool.push.writes:
-            self._broadcast = Broadcast(pool, tensors, device)
+        self._running().expect(weights, self.transfer)
 
-    def _running(self) -> ServerPool:
-        if self._pool is None:
+    def _running(self) -> Fleet:
+        if self._fleet is None:
             raise RuntimeError("expected a started engine, got one that is not: call start() first")
-        return self._pool
+        return self._fleet
 
     @override
     @torch.no_grad()
@@ -211,41 +184,21 @@ class VLLMServerEngine(WeightSender, Engine):
         The stream is read to its end even after a failure, because other ranks take part in gathering it. Requests in
         flight continue with the new weights, or with the adapter that they name.
         """
-        pool, rest = self._running(), iter(weights)
-        push = pool.push
+        fleet, rest = self._running(), iter(weights)
         with failing_together("a push of the weights", EngineError):
             try:
-                if push.writes:
-                    self._bring(weight_stream.verify(self._stream(rest), dict(push.sent)), version)
-                    pool.update()
+                if fleet.rank == 0:
+                    fleet.publish(rest, version)
             finally:
                 deque(rest, maxlen=0)
-        if not push.writes:
-            push.advance(push.next_label(version))
-            pool.update()
+        if fleet.rank != 0:
+            fleet.publish((), version)
         oldest = version
-        if self._adapter is not None:  # vLLM may read the adapter of a request in flight again
+        if self.lora == "adapter":  # vLLM may read the adapter of a request in flight again
             oldest = min(
                 (used for used in process_objects(self.in_flight.oldest()) if used is not None), default=version
             )
-        if push.writes:
-            push.delete_earlier(oldest)
-        pool.oldest = push.label.number
-
-    def _bring(self, weights: weight_stream.Weights, version: int) -> None:
-        """Send or write weights, all of them or the adapter, which become the current ones."""
-        push, broadcast, adapter = self._running().push, self._broadcast, self._adapter
-        label = push.next_label(version)
-        if adapter is not None and push.current is not None:
-            deque(weights, maxlen=0)
-        elif broadcast is not None:
-            push.send(partial(broadcast.send, weights), push.base or label)
-        else:
-            copies = weight_stream.copies(weights, self.dtype, torch.device("cpu"), self._stream.exact)
-            push.write(copies, push.base or label)
-        if adapter is not None:
-            push.write_adapter(lambda path: adapter.save(path, self.dtype), label)
-        push.advance(label)
+        fleet.settle(oldest)
 
     @override
     def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
@@ -254,17 +207,7 @@ class VLLMServerEngine(WeightSender, Engine):
         Requests with the same prompt go to one server, but separately: vLLM gives the samples of one request
         consecutive seeds.
         """
-        pool, limits, seats = self._running(), self._limits(), defaultdict[tuple[int, ...], Seat](Seat)
-        oldest = pool.oldest
-        for request in requests:
-            limits.check(request)
-
-        async def answer(request: Request) -> Completion:
-            completion = await self._complete(request, seats[request.prefix_ids], oldest, logprobs=logprobs)
-            self.in_flight.discard(request)
-            return completion
-
-        return pool.run(answer, requests)
+        return REQUESTS.run(run_all(map(self._answering(requests, logprobs=logprobs), requests)))
 
     @override
     async def serve(self, sessions: Sessions, *, logprobs: bool) -> None:
@@ -273,85 +216,69 @@ class VLLMServerEngine(WeightSender, Engine):
         Samples with the same beginning share a server. Tokens may come from the weights at the start or later ones,
         from turn to turn and within a turn.
         """
-        limits, oldest, seats = self._limits(), self._running().oldest, dict[int, Seat]()
-        beginnings = defaultdict[tuple[int, ...], Seat](Seat)
+        await sessions.answer_each(self._answering(None, logprobs=logprobs))
+
+    def _answering(
+        self, requests: Sequence[Request] | None, *, logprobs: bool
+    ) -> Callable[[Request], Coroutine[Any, Any, Completion]]:
+        """Return the function that answers requests of one call, which are checked; None for those of open samples."""
+        fleet, seats, beginnings = self._running(), dict[int, Seat](), defaultdict[tuple[int, ...], Seat](Seat)
+        oldest, served = fleet.oldest, fleet.description
+        limits = Limits(
+            max_length=served.max_length,
+            vocabulary=served.vocabulary,
+            has_tokenizer=fleet.has_tokenizer,
+            placeholders=self._placeholders,
+            max_pictures=served.max_pictures,
+        )
+        for request in requests or ():
+            limits.check(request)
 
         async def answer(request: Request) -> Completion:
-            self._check_requests([request])
-            limits.check(request)
-            seat = seats.setdefault(request.sample_id, beginnings[request.prefix_ids])
+            seat = beginnings[request.prefix_ids]
+            if requests is None:
+                limits.check(request)
+                seat = seats.setdefault(request.sample_id, seat)
+            parameters, name = parameters_of(request, logprobs=logprobs), f"{request.sample_id}-{request.turn}"
+            if TOP_IDS in self.extras:
+                parameters["logprobs"] = min(self.top_logprobs or limits.vocabulary, limits.vocabulary)
+            sent = ServerRequest(name, request.prefix_ids, parameters, oldest, request.rollout, pictures_of(request))
             with self.in_flight.holding([request], self.version):
-                return await self._complete(request, seat, oldest, logprobs=logprobs)
+                sample = await fleet.complete(sent, seat)
+            finish, versions = FinishReason.ABORT, tuple(label.version for label in sample.labels)
+            if limits.reads(request, sample.prompt_ids):
+                finish = finish_of(request, sample.token_ids, sample.finish_reason, sample.stop_reason)
+            return Completion(
+                token_ids=sample.token_ids,
+                logprobs=sample.logprobs,
+                finish=finish,
+                version=versions[0],
+                versions=None if len(set(versions)) == 1 else versions,
+                token_extras=sample.token_extras,
+            )
 
-        await sessions.answer_each(answer)
-
-    def _limits(self) -> Limits:
-        push = self._running().push
-        return Limits(
-            max_length=push.description.max_length,
-            vocabulary=push.description.vocabulary,
-            has_tokenizer=push.has_tokenizer,
-            placeholders=self._placeholders,
-            max_pictures=push.description.max_pictures,
-        )
-
-    async def _complete(self, request: Request, seat: Seat, oldest: int, *, logprobs: bool) -> Completion:
-        """Return the completion of a request, from weights of push ``oldest`` or later."""
-        parameters, name = parameters_of(request, logprobs=logprobs), f"{request.sample_id}-{request.turn}"
-        limits = self._limits()
-        if TOP_IDS in self.extras:
-            vocabulary = limits.vocabulary
-            parameters["logprobs"] = min(self.top_logprobs or vocabulary, vocabulary)
-        sample = await self._running().ask(
-            request.prefix_ids,
-            parameters,
-            name=name,
-            oldest=oldest,
-            seat=seat,
-            priority=request.rollout,
-            pictures=pictures_of(request),
-        )
-        reads = limits.reads(request, sample.prompt_ids)
-        versions = tuple(label.version for label in sample.labels)
-        return Completion(
-            token_ids=sample.token_ids,
-            logprobs=sample.logprobs,
-            finish=finish_of(request, sample.token_ids, sample.finish_reason, sample.stop_reason)
-            if reads
-            else FinishReason.ABORT,
-            version=versions[0],
-            versions=None if len(set(versions)) == 1 else versions,
-            token_extras=sample.token_extras,
-        )
+        return answer
 
     @override
     def score(self, rows: Sequence[Sequence[int]]) -> list[Float[Tensor, " L1"]]:
-        pool = self._running()
+        fleet = self._running()
 
         async def score(ids: Sequence[int]) -> Tensor:
-            return (await pool.ask(ids, SCORING, name="score", oldest=pool.oldest)).prompt_logprobs
+            return (await fleet.complete(ServerRequest("score", ids, SCORING, fleet.oldest))).prompt_logprobs
 
-        return pool.run(score, rows)
+        return REQUESTS.run(run_all(map(score, rows)))
 
     @override
     def score_copies(self, ids: Sequence[int]) -> dict[str, Float[Tensor, " L1"]]:
-        pool = self._running()
-        scores = {url: sample.prompt_logprobs for url, sample in pool.ask_all(ids, SCORING, name="canary").items()}
-        pool.accept(Proof(pool.push.label, tuple(ids), next(iter(scores.values()))), scores.keys())
-        return scores
+        return REQUESTS.run(self._running().score_copies(ids))
 
     @override
     def close(self) -> None:
         """Cancel every call and delete the written weights; the servers keep running."""
         super().close()
-        pool, self._pool = self._pool, None
-        self._list.close()
-        broadcast, self._broadcast = self._broadcast, None
-        if broadcast is not None:
-            broadcast.close()
-        if pool is not None:
+        fleet, self._fleet = self._fleet, None
+        if fleet is not None:
             gc.unfreeze()
-            pool.close()
-            pool.push.close()
+            fleet.close()
         else:  # a resumed run may have had nothing left to generate
             delete_leftovers(Path(self.storage or tempfile.gettempdir()))

@@ -4,10 +4,13 @@ import fcntl
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+import threading
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
+
+from lightning_rl.generation.weights.weight_folder import write_weights
+from lightning_rl.generation.weights.weight_stream import Weights
 
 PREFIX, LOCK = "lightning-rl-", ".lock"
 
@@ -22,9 +25,11 @@ class WeightFolder:
     """
 
     def __init__(self, storage: Path, run: str, *, private: bool = False) -> None:
-        self.path = storage / f"{PREFIX}{run}"
+        self.run, self.path = run, storage / f"{PREFIX}{run}"
         self._mode = 0o700 if private else 0o777
         self._lock: TextIOWrapper | None = None
+        self._kept: tuple[int, Weights] = -1, ()
+        self._writing = threading.Lock()
 
     def open(self) -> None:
         """Create the folder, after deleting those that dead trainers of this machine left on the storage.
@@ -51,9 +56,30 @@ class WeightFolder:
         self._lock.flush()
         self.path.mkdir(mode=self._mode)
 
+    def of(self, number: int) -> Path:
+        """Return the folder of the weights of one push."""
+        return self.path / str(number)
+
+    def keep(self, weights: Weights, number: int = -1) -> None:
+        """Store the weights of a push in memory, instead of those of another one, for :meth:`find`."""
+        with self._writing:
+            self._kept = number, weights
+
+    def find(self, number: int) -> Path | None:
+        """Return the folder of the weights of a push, written now if they were only kept; None without either."""
+        folder = self.of(number)
+        with self._writing:
+            if not folder.exists():
+                kept, weights = self._kept
+                if kept != number:
+                    return None
+                write_weights(weights, folder)
+        return folder
+
     def close(self) -> None:
         """Delete the folder, if this process created it."""
         lock, self._lock = self._lock, None
+        self.keep(())  # after the end of a write
         if lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             Path(lock.name).unlink(missing_ok=True)
@@ -62,19 +88,13 @@ class WeightFolder:
 
 def delete_leftovers(storage: Path) -> None:
     """Delete the folders that dead trainers of this user left on this machine."""
-    for folder in leftovers(storage):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.with_name(folder.name + LOCK).unlink(missing_ok=True)
-
-
-def leftovers(storage: Path) -> Iterator[Path]:
-    """Yield the folders that dead trainers of this user left on this machine."""
     for lock in sorted(storage.glob(f"{PREFIX}*{LOCK}")):
         folder = lock.with_name(lock.name.removesuffix(LOCK))
         with suppress(OSError), lock.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(file.fileno()).st_uid == os.getuid() and file.read() == socket.gethostname():
-                yield folder
+                shutil.rmtree(folder, ignore_errors=True)
+                lock.unlink(missing_ok=True)
 
 
 def check_inside(path: Path, storage: Path) -> None:

@@ -25,6 +25,7 @@ from lightning_rl.distributed import process_count
 from lightning_rl.generation.engine import Capabilities, Engine
 from lightning_rl.generation.sessions import Asked, Sessions
 from lightning_rl.generation.vllm import internals, vllm_sampling
+from lightning_rl.generation.vllm.lora_adapter import Adapter
 from lightning_rl.generation.vllm.output_extras import (
     OutputExtras,
     available_extras,
@@ -34,7 +35,7 @@ from lightning_rl.generation.vllm.output_extras import (
 from lightning_rl.generation.vllm.recorded_modules import record_vllm_modules
 from lightning_rl.generation.vllm.vllm_sampling import SCORING, Limits, finish_of, parameters_of, prompt_of
 from lightning_rl.generation.vllm.vllm_version import load_vllm, set_batch_invariance
-from lightning_rl.generation.vllm.vllm_weights import VLLMWeights, WeightSender
+from lightning_rl.generation.vllm.vllm_weights import VLLMWeights
 from lightning_rl.generation.weights import weight_stream
 from lightning_rl.generation.weights.canary import Canary, canary_of
 from lightning_rl.policy.context_window import context_window, depends_on_batch
@@ -60,7 +61,7 @@ FIXED: dict[str, Any] = {
 }
 
 
-class VLLMEngine(WeightSender, Engine):
+class VLLMEngine(Engine):
     """Engine on vLLM (0.32, 0.33) in this process, whose weights are streamed in at each sync.
 
     It is built at the first sync, after the process group exists, from the policy's configuration; no checkpoint is
@@ -99,6 +100,7 @@ class VLLMEngine(WeightSender, Engine):
         **options: Any,
     ) -> None:
         super().__init__()
+        self._outgoing: VLLMWeights | None = None
         reserved = FIXED.keys() | {"skip_tokenizer_init", "model", "tokenizer", "enable_lora"}
         if refused := sorted(options.keys() & reserved):
             raise ValueError(f"expected no {refused[0]}, because VLLMEngine sets it itself")
@@ -291,6 +293,16 @@ class VLLMEngine(WeightSender, Engine):
         options |= options_for(self.extras, self.top_logprobs)
         options |= {} if self._adapter is None else self._adapter.options
         return {**options, **self.options, **FIXED}
+
+    @property
+    def _stream(self) -> VLLMWeights:
+        if self._outgoing is None:
+            raise RuntimeError("expected a started engine, got one that is not: call start() first")
+        return self._outgoing
+
+    @property
+    def _adapter(self) -> Adapter | None:
+        return None if self._outgoing is None else self._outgoing.adapter
 
     @override
     def expect(self, weights: weight_stream.Weights) -> None:

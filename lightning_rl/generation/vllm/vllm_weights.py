@@ -43,19 +43,3 @@ class VLLMWeights:
         whole = weight_stream.merge_stream(sent, self._scales) if self.adapter is None else self.adapter.split(sent)
         for name, weight in weight_stream.add_aliases(whole, self._aliases):
             yield self._name(name), weight
-
-
-class WeightSender:
-    """Part of an engine that sends weights to vLLM, from its start on."""
-
-    _outgoing: VLLMWeights | None = None
-
-    @property
-    def _stream(self) -> VLLMWeights:
-        if self._outgoing is None:
-            raise RuntimeError("expected a started engine, got one that is not: call start() first")
-        return self._outgoing
-
-    @property
-    def _adapter(self) -> Adapter | None:
-        return None if self._outgoing is None else self._outgoing.adapter

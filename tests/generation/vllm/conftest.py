@@ -6,14 +6,14 @@ from collections.abc import Iterator
 import pytest
 from kit.scripted_server import ScriptedServer, servers
 
-from lightning_rl.generation.vllm import discovery, server_pool
+from lightning_rl.generation.vllm import discovery, fleet
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gc, "collect", lambda: 0)  # a second of each start
-    monkeypatch.setattr(server_pool, "POLL", 0.02)
-    monkeypatch.setattr(server_pool, "BACKOFF", 0.01)
+    monkeypatch.setattr(fleet, "POLL", 0.02)
+    monkeypatch.setattr(fleet, "BACKOFF", 0.01)
     monkeypatch.setattr(discovery, "READ", 0.005)
 
 

@@ -17,7 +17,7 @@ from generation.vllm.served_engines import push, the_model
 from kit.scripted_server import ScriptedServer, servers
 from torch import Tensor
 
-from lightning_rl.generation.vllm import broadcast, group, server_pool
+from lightning_rl.generation.vllm import broadcast, fleet, group
 from lightning_rl.generation.vllm.group import GroupError
 from lightning_rl.generation.vllm.worker_extension import HOST, WeightLoader
 
@@ -130,7 +130,7 @@ def test_a_slow_server_ends_the_group_and_loads_from_a_file(
 def test_a_server_that_restarts_with_the_old_label_gets_the_weights_in_a_new_group(
     one: ScriptedServer, two: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_pool, "POLL", 3600.0)  # the push is the first to contact it
+    monkeypatch.setattr(fleet, "POLL", 3600.0)  # the push is the first to contact it
     engine = an_engine(one, two)
     push(engine, 0)
     label, port = two.label, two.port
@@ -256,10 +256,9 @@ def test_members_that_share_a_gpu_are_an_error_that_names_both(
     for server, number in zip((one, two), numbers, strict=True):
         server.holds["device"], server.worker.device = "cuda", torch.device("cuda", number)  # pyrefly: ignore[read-only]
     engine = an_engine(one, two, transfer="file")
-    server_pool = engine._running()  # noqa: SLF001
-    sender = broadcast.Broadcast(server_pool, [("a", (4,), "float32")], torch.device("cuda", 0))
+    sender = broadcast.Broadcast("run", [("a", (4,), "float32")], torch.device("cuda", 0), "cuda")
     monkeypatch.setattr(group, "_nccl", lambda *_: BlockingGroup())
-    joined = partial(sender._group_of, server_pool.ready())  # noqa: SLF001
+    joined = partial(sender._group_of, engine._running().ready())  # noqa: SLF001
     if shared == "none":
         assert joined() is not None and "takes no part" not in caplog.text
     else:

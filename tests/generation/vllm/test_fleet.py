@@ -15,7 +15,7 @@ from lightning_rl import VLLMServerEngine
 GROUP = 8
 
 
-class Fleet:
+class Mortal:
     """Scripted servers that are killed and restarted one at a time."""
 
     def __init__(self, number: int) -> None:
@@ -53,7 +53,7 @@ class Fleet:
 
 
 def check(number: int, every: int) -> None:
-    fleet, model = Fleet(4), tiny_model("llama", dtype=torch.float32)
+    fleet, model = Mortal(4), tiny_model("llama", dtype=torch.float32)
     engine = VLLMServerEngine(fleet.urls, api_key=KEY, canary=False, patience=60, timeout=60, at_once=16)
     with fleet.dying(every):
         launch(engine, model)

@@ -1,30 +1,22 @@
-"""Pool of servers: backoff, patience, unusable answers and cancelled calls."""
+"""Fleet without ready servers: backoff, patience, unusable answers, and calls that are cancelled or interrupted."""
 
 import asyncio
+import os
+import signal
 import threading
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
+from generation.vllm.served_engines import a_fleet, an_engine, push
 from kit.marks import wait_for
-from kit.scripted_server import KEY, ScriptedServer, servers
-from kit.support import tiny_policy
+from kit.scripted_server import KEY, Answer, ScriptedServer, servers
 
 from lightning_rl import EngineError
+from lightning_rl.generation.vllm.fleet import ServerRequest
 from lightning_rl.generation.vllm.server_client import ServerClient
-from lightning_rl.generation.vllm.server_pool import ServerPool
-from lightning_rl.generation.vllm.weight_push import WeightPush
+from lightning_rl.utils.event_loop import REQUESTS, run_all
 from lightning_rl.utils.http import Cancelled, Unanswered
-
-
-def a_push() -> WeightPush:
-    return WeightPush("run", Path("unused"), writes=False, model=tiny_policy(), tokenizer=None, canary=None)
-
-
-def a_pool(patience: float = 0.1) -> ServerPool:
-    clients = [ServerClient(url, None, 5) for url in ("http://127.0.0.1:9", "http://127.0.0.1:10")]
-    return ServerPool(clients, a_push(), patience=patience)
 
 
 def test_a_server_whose_health_check_is_refused_is_lost_until_it_passes(caplog: pytest.LogCaptureFixture) -> None:
@@ -32,31 +24,34 @@ def test_a_server_whose_health_check_is_refused_is_lost_until_it_passes(caplog: 
     honest, odd = server.answer, threading.Event()
     server.answer = lambda path, body: 401 if odd.is_set() and path == "/health" else honest(path, body)
     with servers(server):
-        watched = ServerPool([ServerClient(server.url, KEY, 5)], a_push(), patience=20)
+        watched = a_fleet(server.url, rank=1, patience=20)
         try:
-            assert watched.refresh() == []
-            watched.watch(watched.servers)
+            watched.start()
             odd.set()
             assert wait_for(lambda: not watched.ready())
             asked = server.calls.count("/health")
             server.until(lambda known: known.calls.count("/health") > asked + 3)
             odd.clear()
-            watched.wait()
+            REQUESTS.run(watched.wait())
         finally:
             watched.close()
     assert f"{server.url} is back, with the current weights" in [record.message for record in caplog.records]
 
 
 def test_a_wait_ends_after_the_patience_with_the_reason_of_each_server() -> None:
-    empty = a_pool()
-    empty.remove(empty.servers[1], Unanswered("it caught fire"))
+    empty = a_fleet(patience=0.1)
+
+    async def wait() -> None:
+        empty.remove(empty.servers[1], Unanswered("it caught fire"))
+        await empty.wait()
+
     with pytest.raises(EngineError, match=r"127.0.0.1:9: not contacted yet; http://127.0.0.1:10: it caught fire\)"):
-        empty.wait()
+        REQUESTS.run(wait())
 
 
 @pytest.mark.parametrize("how", ["cancelled", "closed"])
 def test_a_request_that_waits_for_a_server_can_be_cancelled(how: str) -> None:
-    empty, ended = a_pool(patience=60), list[type]()
+    empty, ended = a_fleet(patience=60), list[type]()
 
     async def draw(number: int) -> None:
         if number == 1:
@@ -64,14 +59,32 @@ def test_a_request_that_waits_for_a_server_can_be_cancelled(how: str) -> None:
                 await asyncio.to_thread(empty.close)
             raise ValueError("as expected")
         try:
-            await empty.ask([1], {"max_tokens": 1}, name="one", oldest=0)
+            await empty.complete(ServerRequest("one", [1], {"max_tokens": 1}, 0))
         except BaseException as error:
             ended.append(type(error))
             raise
 
     with pytest.raises((ValueError, Cancelled)):
-        empty.run(draw, [0, 1])
+        REQUESTS.run(run_all(map(draw, [0, 1])))
     assert ended == [Cancelled if how == "closed" else asyncio.CancelledError]
+
+
+def test_a_push_that_is_interrupted_resumes_the_requests_of_its_server(one: ScriptedServer) -> None:
+    engine, honest, gate = an_engine(one), one.answer, threading.Event()
+
+    def answer(path: str, body: Any) -> Answer:
+        if path == "/collective_rpc" and body["method"] == "lightning_rl_load":
+            os.kill(os.getpid(), signal.SIGINT)
+            return 500 if gate.wait(20) else 501
+        return honest(path, body)
+
+    one.answer = answer
+    with pytest.raises(KeyboardInterrupt):
+        push(engine, 1)
+    engine.close()
+    assert one.calls.count("/resume") == one.calls.count("/pause?mode=keep&clear_cache=false") == 2
+    assert one.label == "loading", "no trainer accepts tokens of a mixture"
+    gate.set()
 
 
 def test_an_unexpected_answer_counts_as_none_and_a_refusal_is_an_error() -> None:
@@ -81,12 +94,12 @@ def test_an_unexpected_answer_counts_as_none_and_a_refusal_is_an_error() -> None
     server.answer = lambda path, body: answers.get(path, honest(path, body))
     with servers(server), closing(ServerClient(server.url, KEY, 5)) as client:
         with pytest.raises(Unanswered, match=r"expected JSON from http://.*/version, got {"):
-            client.describe()
+            REQUESTS.run(client.describe())
         with pytest.raises(ValueError, match=r"expected http://.*/health to accept the call, got status 418: refused"):
-            client.check_health()
+            REQUESTS.run(client.check_health())
         answers["/version"] = {"release": 1}
         with pytest.raises(
             Unanswered, match=r"expected an answer from http://.* that vLLM gives, got KeyError: 'version'"
         ):
-            client.describe()
-        assert client.label() is None
+            REQUESTS.run(client.describe())
+        assert REQUESTS.run(client.label()) is None
