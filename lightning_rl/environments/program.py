@@ -6,7 +6,9 @@ continues an earlier call, forks from one, or begins a new context; the sample r
 
 import asyncio
 import inspect
+import itertools
 import math
+import operator
 import threading
 import time
 import warnings
@@ -19,12 +21,12 @@ from typing import Any, ClassVar, cast
 
 from lightning_rl.environments.chat_template import Bridge, BridgeError
 from lightning_rl.environments.conversation import PASSED, ConversationLimits, chat_span, counts_of, end_chat
-from lightning_rl.environments.environment import check_figures
+from lightning_rl.environments.environment import Action, check_figures
 from lightning_rl.environments.gateway.calls import Call, CallAnswer
 from lightning_rl.environments.gateway.contexts import Contexts, with_call_ids
 from lightning_rl.environments.gateway.gateway import GATEWAY, POLICY, RefusedCall
 from lightning_rl.environments.messages import message_of
-from lightning_rl.environments.parsing import AnswerParser, plain_text, truncated_parser
+from lightning_rl.environments.parsing import AnswerParser, ParserError, plain_text, truncated_parser
 from lightning_rl.generation import Completion, Request
 from lightning_rl.generation.sessions import Session
 from lightning_rl.processes.errors import TIMEOUT, CallError
@@ -81,7 +83,7 @@ class Program:
 
     Args:
         run: Function of a row and a :class:`PolicyEndpoint`, a coroutine function too. It returns the reward, a
-            :class:`ProgramResult`, or None for no reward of its own. It runs in a thread or an event loop of this
+            :class:`ProgramResult`, or None without a reward. It runs in a thread or an event loop of this
             process, or with ``Conversations(workers=)`` in a worker process, which is killed at the timeout.
         timeout: Seconds of the program for a sample, for each of two tries, without those in which it waits for the
             policy.
@@ -144,16 +146,54 @@ class Exchanged:
 
 
 def in_order(calls: Sequence[Exchanged]) -> list[Exchanged]:
-    """Return calls in an order in which those that were open at once do not follow their arrival.
+    """Return calls in the order of their arrival, which does not decide between contexts that were open at once.
 
-    A call that ended before another began comes first. Otherwise ids of prefix and answer decide.
+    Calls of a context continue each other's ids. If calls of two contexts overlapped, ids of prefix and answer decide.
     """
-    waiting, ordered = sorted(calls, key=lambda one: (one.request.prefix_ids, one.completion.token_ids)), []
-    while waiting:
-        end = min(one.end for one in waiting)
-        ordered.append(first := next(one for one in waiting if one.begin < end))
-        waiting.remove(first)
-    return ordered
+    ordered = sorted(calls, key=lambda one: one.begin)
+    joined = {id(one): id(one) for one in calls}  # to the first call of each context, and to another context
+
+    def context(one: Exchanged) -> int:
+        found = id(one)
+        while joined[found] != found:
+            found = joined[found]
+        return found
+
+    parents = _parents(calls)
+    forks = Counter(map(id, parents.values()))
+    for one, parent in ((one, parents[id(one)]) for one in calls if id(one) in parents):
+        if forks[id(parent)] == 1:
+            joined[context(one)] = context(parent)
+    overlaps, opened = set[int](), list[Exchanged]()
+    for one in ordered:
+        opened = [other for other in opened if other.end > one.begin]
+        for other in opened:
+            joined[context(one)] = context(other)
+        overlaps |= {id(each) for each in (one, *opened) if opened}
+        opened.append(one)
+    unordered = {context(one) for one in calls if id(one) in overlaps}
+    return [
+        one
+        for group, together in itertools.groupby(ordered, context)
+        for one in (sorted(together, key=_ids_of) if group in unordered else together)
+    ]
+
+
+def _parents(calls: Sequence[Exchanged]) -> dict[int, Exchanged]:
+    """Return the call that each call continues, by ``id``."""
+    path, found = list[tuple[tuple[int, ...], Exchanged]](), dict[int, Exchanged]()
+    for ids, one in sorted(((sum(_ids_of(one), ()), one) for one in calls), key=operator.itemgetter(0)):
+        while path and ids[: len(path[-1][0])] != path[-1][0]:
+            path.pop()
+        length = len(one.request.prefix_ids)
+        if parent := next((other for before, other in reversed(path) if len(before) <= length), None):
+            found[id(one)] = parent
+        path.append((ids, one))
+    return found
+
+
+def _ids_of(one: Exchanged) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return one.request.prefix_ids, one.completion.token_ids
 
 
 def tree_of(wanted: Trajectory, calls: Sequence[Exchanged]) -> tuple[Trajectory, list[tuple[Request, Completion]]]:
@@ -173,7 +213,7 @@ class ProgramConversation:
         wanted: Sample without segments.
         limits: Limits of the calls. ``max_new_tokens`` of the request limits the sampled tokens of each context.
         bridge: Chat template.
-        parse: Parser of answers.
+        parser: Function that returns the parser of answers to a call with tools; may raise ParserError.
         name: Name of the environment in metrics.
         model: Name of the policy in spans.
         start: Function that runs it for one sample; by default in this process.
@@ -189,7 +229,7 @@ class ProgramConversation:
         wanted: Trajectory,
         limits: ConversationLimits,
         bridge: Bridge,
-        parse: AnswerParser,
+        parser: Callable[[Sequence[Message]], AnswerParser],
         name: str,
         *,
         model: str = "",
@@ -199,7 +239,7 @@ class ProgramConversation:
         self.pairs: list[tuple[Request, Completion]] = []
         self._program, self._start, self._name = program, start or program.start, name
         self._model = model
-        self._wanted, self._limits, self._bridge, self._parse = wanted, limits, bridge, parse
+        self._wanted, self._limits, self._bridge, self._parser = wanted, limits, bridge, parser
         self._row = {**wanted.prompt.columns, "prompt": wanted.prompt.content}
         self._session: Session | None = None
         attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": name}
@@ -215,7 +255,8 @@ class ProgramConversation:
         self._repeats: Counter[tuple[int, ...]] = Counter()
         self._limit: FinishReason | None = None  # that refused the last call
         self._open: set[asyncio.Task[Any]] = set()  # calls
-        self._broken: BaseException | None = None
+        self._broken: BaseException | None = None  # error of the engine
+        self._fault: Exception | None = None  # of the parser
         self._left, self._since = self._program.timeout, time.monotonic()
 
     async def run(self, session: Session) -> None:
@@ -244,8 +285,8 @@ class ProgramConversation:
         running = asyncio.wrap_future(self._start(copy_plain(self._row), PolicyEndpoint(url, key)))
         try:
             while not running.done():
-                if self._broken is not None:
-                    raise self._broken
+                if (error := self._broken or self._fault) is not None:
+                    raise error
                 left = math.inf if self._open else self._left - (time.monotonic() - self._since)
                 if left <= 0:
                     raise self._late()
@@ -292,6 +333,10 @@ class ProgramConversation:
             raise RuntimeError("expected a sample that has begun, got a call before")
         begin = self._event()
         prefix, room = self._room(call)
+        try:
+            parse = self._parser(call.tools)
+        except ParserError as error:
+            raise RefusedCall(400, str(error)) from error
         self._warn(call.ignored)
         number, repeat = self._number, self._repeats[prefix]
         self._number, self._repeats[prefix] = number + 1, repeat + 1
@@ -313,12 +358,13 @@ class ProgramConversation:
             self._broken = error
             raise RefusedCall(500, "the engine failed, which ends the run") from error
         end_chat(span, completion)
-        said = (request, completion)
-        answer = self._action(request, completion, call)
+        answer = self._action(parse, request, completion, call)
         messages = (*call.messages, message_of(answer))
         self._calls.append(
-            Exchanged(request=said[0], completion=said[1], messages=messages, begin=begin, end=self._event())
+            Exchanged(request=request, completion=completion, messages=messages, begin=begin, end=self._event())
         )
+        if self._fault is not None:
+            raise RefusedCall(500, f"the answer could not be parsed: {self._fault}") from self._fault
         if completion.finish == FinishReason.ABORT:
             raise RefusedCall(400, "the engine aborted the answer: the sample ends")
         self._contexts.add(prefix, answer)
@@ -372,14 +418,19 @@ class ProgramConversation:
             )
         return prefix, int(room)
 
-    def _action(self, request: Request, completion: Completion, call: Call) -> Any:
+    def _action(self, parse: AnswerParser, request: Request, completion: Completion, call: Call) -> Action:
         """Return the parts of an answer; text alone if its tool calls cannot be read."""
-        parse, tokenizer, close = self._parse, self._bridge.tokenizer, self._bridge.close
+        tokenizer, close = self._bridge.tokenizer, self._bridge.close
+        asked = completion.token_ids, request.prefix_ids, call.tools
+        answer = plain_text(tokenizer, close)(*asked)
         if completion.finish == FinishReason.LENGTH:
             parse = truncated_parser(parse, tokenizer, close)
-        answer = parse(completion.token_ids, request.prefix_ids, call.tools)
-        if answer.errors:
-            answer = plain_text(tokenizer, close)(completion.token_ids, request.prefix_ids, call.tools)
+        try:
+            parsed = parse(*asked)
+        except Exception as error:  # noqa: BLE001  a function of a user may raise anything
+            self._fault = error
+        else:
+            answer = answer if parsed.errors else parsed
         answer = replace(answer, finish=completion.finish, token_ids=completion.token_ids)
         return with_call_ids(answer, request.prefix_ids)
 

@@ -13,7 +13,7 @@ from lightning_rl.data import Prompt
 from lightning_rl.data.row_schema import CONTINUES, TOOLS, is_token_ids
 from lightning_rl.environments.chat_template import KINDS, Bridge, BridgeError
 from lightning_rl.environments.conversation import Conversation, ConversationLimits, close_quietly
-from lightning_rl.environments.environment import Action, Environment, TokenEnvironment
+from lightning_rl.environments.environment import Environment, TokenEnvironment
 from lightning_rl.environments.generators import refuse_draws
 from lightning_rl.environments.messages import MessageEnvironment
 from lightning_rl.environments.outcome import DEFAULT, REWARD_COLUMNS
@@ -160,25 +160,24 @@ class Environments:
         if isinstance(program := self.factories[name], Program):
             variables, workers = wanted.prompt.variables, self.workers
             start = None if workers is None else partial(workers.start, name)
-            bridge, parse = self.bridge(name, variables), self._program_parser(variables)
-            return ProgramConversation(program, wanted, self.limits, bridge, parse, name, model=model, start=start)
+            bridge, parser = self.bridge(name, variables), partial(self._program_parser, variables)
+            return ProgramConversation(program, wanted, self.limits, bridge, parser, name, model=model, start=start)
         make = self._maker(name)
         again = lambda: self.in_tokens(make(), wanted.prompt)  # noqa: E731
         return Conversation(None, wanted, self.limits, name, again, seed=seed, model=model)
 
-    def _program_parser(self, variables: Mapping[str, Any]) -> AnswerParser:
-        """Return a parser that takes answers as text if nothing reads tool calls and the program has no tools."""
+    def _program_parser(self, variables: Mapping[str, Any], tools: Sequence[Message]) -> AnswerParser:
+        """Return the parser of answers to a call; without tools they are text if nothing reads tool calls.
 
-        def parse(token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
-            try:
-                found = replace(self, parses=True).parser(variables)
-            except ParserError:
-                if tools:
-                    raise
-                found = plain_text(cast(PreTrainedTokenizerBase, self.tokenizer), self.close)
-            return found(token_ids, prefix_ids, tools)
-
-        return parse
+        Raises:
+            ParserError: If no parser reads the tool calls of the chat template.
+        """
+        try:
+            return replace(self, parses=True).parser(variables)
+        except ParserError:
+            if tools:
+                raise
+            return plain_text(cast(PreTrainedTokenizerBase, self.tokenizer), self.close)
 
     def _check_program(self, name: str, variables: Mapping[str, Any]) -> None:
         """Check that the chat template writes messages of users between answers; raise BridgeError if not."""

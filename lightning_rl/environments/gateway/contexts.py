@@ -45,19 +45,19 @@ class Contexts:
         known = [place for place, message in enumerate(messages) if key_of(message) in self._given]
         if known:
             try:
-                return self._joined(messages, known, tools)
+                return self._around(messages, known, tools)
             except BridgeError:
                 pass  # messages that only a whole conversation has, such as an edited answer
-        return self._written(messages, tools), 0
+        return self._render(messages, tools), 0
 
-    def _joined(
+    def _around(
         self, messages: Sequence[Message], known: Sequence[int], tools: Sequence[Message]
     ) -> tuple[tuple[int, ...], int]:
         """Return the ids of messages around the answers at the places ``known``."""
         ids, answer, begin, sampled = (), (), 0, 0
         for place in (*known, len(messages)):
             new = messages[begin:place]
-            ids = (*ids, *answer, *self.bridge.after(answer, new)) if begin else self._written(new, tools)
+            ids = (*ids, *answer, *self.bridge.after(answer, new)) if begin else self._render(new, tools)
             if place < len(messages):
                 answer = self._choose(key_of(messages[place]), ids)
                 sampled += len(answer)
@@ -70,7 +70,7 @@ class Contexts:
         here = [each.token_ids for each in given if each.prefix_ids == prefix]
         return here[-1] if here else min(each.token_ids for each in given)
 
-    def _written(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[int, ...]:
+    def _render(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[int, ...]:
         """Return the ids that the template writes; reasoning of earlier turns is left to the template."""
         self.bridge.check_parts([without_reasoning(message) for message in messages], tools)
         return tuple(self.bridge.render(messages, tools))
