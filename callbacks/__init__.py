@@ -1,6 +1,7 @@
 """Corrections: Lightning callbacks that change the training signal, one per file."""
 
 from lightning_rl.callbacks.adaptive_kl import AdaptiveKL
+from lightning_rl.callbacks.curriculum import Curriculum
 from lightning_rl.callbacks.divergence_mask import DivergenceMask
 from lightning_rl.callbacks.dynamic_sampling import DynamicSampling
 from lightning_rl.callbacks.entropy_bonus import EntropyBonus
@@ -27,6 +28,7 @@ from lightning_rl.callbacks.truncated_is import TruncatedIS
 __all__ = [
     "OPSM",
     "AdaptiveKL",
+    "Curriculum",
     "DivergenceMask",
     "DynamicSampling",
     "EntropyBonus",

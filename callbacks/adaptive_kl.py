@@ -51,6 +51,7 @@ class AdaptiveKL(ReferenceKL):
     """
 
     name = "adaptive_kl"
+    token_wise = True
     alternative = "AdaptiveKL(as_loss=True)"
     replaces = ("reference_kl",)
 

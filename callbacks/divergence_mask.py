@@ -70,6 +70,11 @@ class DivergenceMask(RLCallback):
         self.level = level
 
     @property
+    def token_wise(self) -> bool:  # pyrefly: ignore[bad-override]
+        """True at the level of tokens."""
+        return self.level == "token"
+
+    @property
     @override
     def contributes(self) -> frozenset[str]:
         """Methods that the class overrides, with either ``token_mask`` or ``sequence_mask``."""

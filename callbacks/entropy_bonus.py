@@ -39,6 +39,7 @@ class EntropyBonus(RLCallback):
     """
 
     name = "entropy_bonus"
+    token_wise = True
     trains_entropy = True
 
     def __init__(self, coef: float = 0.01, *, target: float | None = None, step: float = 0.005) -> None:

@@ -31,6 +31,7 @@ class IcePop(RLCallback):
     """
 
     name = "ice_pop"
+    token_wise = True
     reads_at_loss = ("old_logprobs", "rollout_logprobs")
 
     def __init__(self, low: float = 0.5, high: float = 5.0) -> None:

@@ -36,6 +36,7 @@ class OffPolicyIS(RLCallback):
     """
 
     name = "off_policy_is"
+    token_wise = True
     reads_at_loss = ("rollout_logprobs",)
     ratio = ("current", "rollout")
     alternative = "TruncatedIS, whose ratio is old/rollout"

@@ -52,6 +52,7 @@ class PositiveNLL(RLCallback):
     """
 
     name = "positive_nll"
+    token_wise = True
     provides = ("extras/positive_nll",)
     batch_statistics = True
     chooses_rows = True

@@ -40,6 +40,7 @@ class ReferenceKL(FrozenKL):
     """
 
     name = "reference_kl"
+    token_wise = True
     alternative = "ReferenceKL(as_loss=True)"
     frozen = ("ref_logprobs",)
 

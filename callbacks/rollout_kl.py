@@ -37,6 +37,7 @@ class RolloutKL(RLCallback):
     """
 
     name = "rollout_kl"
+    token_wise = True
     reads_at_loss = ("rollout_logprobs",)
 
     def __init__(self, coef: float = 1e-3, *, estimator: KLEstimator | str = "k2") -> None:

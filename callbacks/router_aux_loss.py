@@ -45,6 +45,7 @@ class RouterAuxLoss(RLCallback):
     """
 
     name = "router_aux_loss"
+    token_wise = True
     reads_at_loss = ("router_loss",)
 
     def __init__(self, coef: float = 0.001) -> None:

@@ -67,6 +67,7 @@ class ScoreCentering(RLCallback):
     """
 
     name = "score_centering"
+    token_wise = True
     records = (TOP_IDS, TOP_LOGPROBS)
     reads_at_loss = ("rollout_kl",)
     replaces = ("off_policy_is", "truncated_is")

@@ -52,6 +52,7 @@ class TeacherKL(FrozenKL):
     """
 
     name = "teacher_kl"
+    token_wise = True
     provides = (f"token_extras/{KEY}",)
     alternative = "TeacherKL(as_loss=True)"
 

@@ -77,6 +77,11 @@ class TruncatedIS(RLCallback):
         self.provides = (f"extras/{KEY}",) if normalized else ()
 
     @property
+    def token_wise(self) -> bool:  # pyrefly: ignore[bad-override]
+        """True at the level of tokens."""
+        return self.level == "token"
+
+    @property
     @override
     def contributes(self) -> frozenset[str]:
         """Methods that the class overrides, without ``provide`` unless weights are normalized."""

@@ -38,6 +38,7 @@ from properties.corrections import EXAMPLES
 from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, Rollout, SamplingParams, losses
 from lightning_rl import advantages as estimators
 from lightning_rl import callbacks as corrections
+from lightning_rl.callbacks.curriculum import group_signal
 from lightning_rl.corrections import CONTRIBUTIONS, Corrections, LossView, StepTrace
 from lightning_rl.rollouts.estimate_signal import estimate_signal
 from lightning_rl.signal.kl import KL_ESTIMATORS
@@ -464,6 +465,15 @@ def by_imitation(correction: corrections.PositiveNLL) -> Dots:
     return Dots(x, push, right, "share of right answers in the group", "push on each log-probability", MARKS)
 
 
+def by_signal() -> Dots:
+    """Draw the mean absolute advantage of each answer's group, by which a curriculum chooses pools."""
+    rollout = plain().last
+    means, _, _ = group_signal(rollout)
+    right = rollout.rewards > 0
+    x = group_shares(rollout) + torch.where(right, -0.004, 0.004)
+    return Dots(x, means, right, "share of right answers in the group", "mean absolute advantage", MARKS)
+
+
 GAE_ONE = ("GAE", estimators.GAE())
 ADDED = "added to the reward"
 OF_ROWS = ("reward_mask", "replace_reward", "reward_bonus", "keep_groups", "exclude")
@@ -518,6 +528,7 @@ FIGURES: Mapping[str, Callable[[], Dots]] = {
     ),
     "StopProperly": partial(by_row, corrections.StopProperly(reward=-0.5), "replace_reward", "reward", run=short),
     "DynamicSampling": partial(by_row, corrections.DynamicSampling(), "keep_groups", "kept", group=True),
+    "Curriculum": by_signal,
     "LinearLengthPenalty": partial(by_row, corrections.LinearLengthPenalty(0.25), "reward_bonus", ADDED),
     "OverlongPenalty": partial(by_row, corrections.OverlongPenalty(10, 4), "reward_bonus", ADDED),
     "RewardNormalization": partial(

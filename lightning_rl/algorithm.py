@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_rl.advantages import Estimator
 from lightning_rl.corrections import Corrections, LossView, Stat, outputs_from
+from lightning_rl.corrections.rl_callback import CONTRIBUTIONS
 from lightning_rl.corrections.stat import disjoint
 from lightning_rl.losses import PolicyLoss, ValueLoss
 from lightning_rl.rollout import EXPERT_LOAD, SUM_PI_SQUARED
@@ -67,6 +68,19 @@ class Algorithm:
     def trains_entropy(self) -> bool:
         """True if a correction needs the gradient of the entropy."""
         return any(callback.trains_entropy for callback in self.corrections.callbacks)
+
+    @property
+    def token_wise(self) -> bool:
+        """True if no token's share of an optimizer step depends on other tokens, so that a row may be divided.
+
+        Loss and corrections declare it: see ``token_wise`` of :class:`.PolicyLoss` and :class:`.RLCallback`.
+        """
+        methods = (name for name, entry in CONTRIBUTIONS.items() if entry.when == "update")
+        parts = self.loss, *self.corrections.contributors(*methods)
+        return (
+            all("token_wise" in vars(type(part)) and part.token_wise for part in parts)
+            and type(self.value_loss) is ValueLoss
+        )
 
     def microbatch_loss(self, view: LossView, weights_of: WeightsOf) -> LossParts:
         """Return the loss of one microbatch, its parts and statistics."""

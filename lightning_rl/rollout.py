@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from types import MappingProxyType
-from typing import Any, TypeVar, cast, overload
+from typing import Any, NamedTuple, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -92,6 +92,7 @@ class Rollout:
         prompt_items: Arguments of the model with entries for the pictures of the prompts, by name; rows of one prompt
             share them. An argument ``name[None]`` gets a further first axis.
         response_items: Those of pictures in the responses, which the environment returned.
+        segment_items: Number of entries of each segment in ``response_items``, by name.
         prompt_types: Arguments of the model with one entry for each token of the prompts, such as its modality.
         response_types: Those of the responses.
 
@@ -127,6 +128,9 @@ class Rollout:
     prompt_extras: Mapping[str, Shaped[Tensor, "B P ..."]] = field(default_factory=dict, metadata=declare(PROMPT))
     prompt_items: Mapping[str, Ragged] = field(default_factory=dict, metadata=declare(PICTURES, is_argument=True))
     response_items: Mapping[str, Ragged] = field(default_factory=dict, metadata=declare(PICTURES, is_argument=True))
+    segment_items: Mapping[str, Ragged] = field(
+        default_factory=dict, metadata=declare(Items("segments"), is_argument=True)
+    )
     prompt_types: Mapping[str, Int[Tensor, "B P"]] = field(
         default_factory=dict, metadata=declare(PROMPT, is_argument=True)
     )
@@ -266,6 +270,7 @@ class Rollout:
             },
             prompt_items=_items(pictures),
             response_items=_items(replies),
+            segment_items=_items_of_segments(rows) if turns else {},
             prompt_types=_types(
                 [
                     [(media, length) for media in row] or [(None, length)]
@@ -458,6 +463,17 @@ def _items(rows: Sequence[Sequence[Media]]) -> dict[str, Ragged]:
     return fields
 
 
+def _items_of_segments(rows: Sequence[Sequence[Segment]]) -> dict[str, Ragged]:
+    """Return the field ``segment_items`` of rows."""
+    every = [{} if segment.media is None else segment.media.items for row in rows for segment in row]
+    counts = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    names = dict.fromkeys(name for items in every for name in items)
+    return {
+        name: Ragged(torch.tensor([len(items.get(name, ())) for items in every], dtype=torch.int64), counts)
+        for name in names
+    }
+
+
 def _types(rows: Sequence[Sequence[tuple[Media | None, int]]]) -> dict[str, Int[Tensor, "B L"]]:
     """Return the arguments of the model with one entry for each token, given media and length of each part of rows."""
 
@@ -580,17 +596,39 @@ def _segments(rollout: Rollout) -> tuple[Int[Tensor, " N"], ...]:
     return (row, *values.unbind(1))
 
 
-def context_starts(rollout: Rollout) -> Bool[Tensor, "B T"]:
-    """Return a mask of the first token of each new context, shape [B, T]; needs ``segments``.
+class Tree(NamedTuple):
+    """Nodes of rows, each a prompt or a segment: those of a row follow each other, the prompt first.
 
-    An environment may replace the context. The new context is part of the response. Its tokens and all later tokens do
-    not attend to the tokens before it.
+    A prompt of 2 tokens, an answer of 3 to it and another one of 1: row [0, 0, 0], parents [-1, 0, 0], starts
+    [0, 2, 5], lengths [2, 3, 1], is_prompt [True, False, False].
+
+    Attributes:
+        row: Row of each node.
+        parents: Node that it follows; -1 for a prompt or a new context.
+        starts: Index of its first token among the tokens of prompts and responses, joined.
+        lengths: Number of its tokens.
+        is_prompt: True for prompts.
     """
-    row, begin, parent, _ = _segments(rollout)
-    is_root = (parent == NO_PARENT) & (begin < rollout.width)
-    starts = torch.zeros(len(rollout), rollout.width, dtype=torch.bool, device=row.device)
-    starts[row[is_root], begin[is_root]] = True
-    return starts
+
+    row: Int[Tensor, " n"]
+    parents: Int[Tensor, " n"]
+    starts: Int[Tensor, " n"]
+    lengths: Int[Tensor, " n"]
+    is_prompt: Bool[Tensor, " n"]
+
+
+def tree_of(rollout: Rollout) -> Tree:
+    """Return the nodes of rows; needs ``segments``."""
+    of_segment, begin, parent, _ = _segments(rollout)
+    prompts, every = rollout.prompt_lengths, torch.arange(len(rollout), device=of_segment.device)
+    order = torch.cat([every, of_segment]).argsort(stable=True)
+    row, is_prompt = torch.cat([every, of_segment])[order], order < len(every)
+    base, ends = is_prompt.nonzero()[:, 0], (prompts + rollout.response_lengths).cumsum(0)
+    above = torch.where(parent == NO_PARENT, -1, base[of_segment] + 1 + parent)
+    first = ends - rollout.response_lengths
+    starts = torch.cat([first - prompts, first[of_segment] + begin])[order]
+    parents = torch.cat([torch.full_like(every, -1), above])[order]
+    return Tree(row, parents, starts, torch.cat([starts[1:], ends[-1:]]) - starts, is_prompt)
 
 
 def spans_of(rollout: Rollout, row: int) -> list[tuple[bool, list[int]]]:
@@ -607,11 +645,14 @@ def spans_of(rollout: Rollout, row: int) -> list[tuple[bool, list[int]]]:
     return [(sampled[begin], ids[begin:end]) for begin, end in pairwise(ends)]
 
 
-def join_tokens(rows: Rollout, prompt: Shaped[Tensor, "B P"], response: Shaped[Tensor, "B T"]) -> Shaped[Tensor, " F"]:
+def join_tokens(
+    rows: Rollout, prompt: Shaped[Tensor, "B P ..."], response: Shaped[Tensor, "B T ..."]
+) -> Shaped[Tensor, "F ..."]:
     """Return a value of each token of prompts and responses in one vector, row by row."""
     sides = (prompt, rows.prompt_lengths), (response, rows.response_lengths)
     inside = [torch.arange(values.shape[1], device=values.device) < lengths[:, None] for values, lengths in sides]
-    return torch.cat([prompt, response], 1).masked_select(torch.cat(inside, 1))
+    joined, mask = torch.cat([prompt, response], 1), torch.cat(inside, 1)
+    return joined.masked_select(mask) if joined.dim() == 2 else joined[mask]
 
 
 def pad_rows(rows: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Int[Tensor, " B"]]:

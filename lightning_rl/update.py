@@ -160,9 +160,10 @@ def accumulate_gradient(
         FloatingPointError: If the policy's output is not finite at a valid token; the message names the sample. On an
             accelerator it is raised after all microbatches.
         RuntimeError: If log-probabilities differ with ``bitwise``.
-        ValueError: If the loss has no gradient.
+        ValueError: If the loss has no gradient, or rows are divided for an algorithm that is not token_wise.
         torch.OutOfMemoryError: If memory runs out without ``record_out_of_memory``, or while ranks exchange gradients.
     """
+    _check_parts(microbatches, algorithm)
     weights = StepWeights(rollout, microbatches, collectives.sum, algorithm.corrections)
     gradient = StepGradient(trace=trace)
     entropy_gradient, prepared, alone = algorithm.trains_entropy, None, collectives.ranks == 1
@@ -209,6 +210,14 @@ def accumulate_gradient(
             break
     finite.check()
     return gradient
+
+
+def _check_parts(microbatches: Sequence[Microbatch], algorithm: Algorithm) -> None:
+    if any(microbatch.parts for microbatch in microbatches) and not algorithm.token_wise:
+        raise ValueError(
+            "expected whole rows for a loss or correction that is not token_wise, got parts of rows from the plan of "
+            "another algorithm: change loss and corrections between two rollouts"
+        )
 
 
 def _check_gradient(loss: Tensor, algorithm: Algorithm) -> None:

@@ -338,7 +338,7 @@ CURES = [Mutation(test, file, old, new, where) for where, test, file, old, new i
     ("tests/policy/test_vision_models.py", "test_the_embedded_engine_samples_with_pictures_as_training_scores",
      "lightning_rl/samples/completion.py", "0 if self.media is None else self.media.key", "0"),
     ("tests/policy/test_vision_models.py", "test_a_picture_of_a_group_is_in_the_inputs_once_only_if_it_is_the_same",
-     "lightning_rl/policy/packing.py", "alike &= with_items == with_items[first]", "alike &= with_items >= 0"),
+     "lightning_rl/policy/sequences.py", "alike &= with_items == with_items[first]", "alike &= with_items >= 0"),
     ("tests/policy/test_vision_models.py", "test_a_picture_of_a_group_is_in_the_inputs_once_only_if_it_is_the_same",
      "lightning_rl/rollout.py", "tuple(media.key for media in row)", "tuple(0 for media in row)"),
     ("tests/test_deterministic.py",

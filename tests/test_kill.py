@@ -82,7 +82,7 @@ def check(folder: Path, kind: str, moments: int) -> None:
                 assert torch.equal(result["weights"][name], weight), name
 
 
-@pytest.mark.parametrize("kind", ["plain", "ahead filtered", "two ahead filtered"])
+@pytest.mark.parametrize("kind", ["plain", "ahead filtered", "two ahead filtered", "ahead curriculum"])
 def test_a_run_that_is_killed_ends_bitwise_equal(kind: str, tmp_path: Path) -> None:
     check(tmp_path, kind, 1)
 

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from lightning_rl import FinishReason, LossView, Rollout
 from lightning_rl.corrections import OUTPUTS, Outputs, outputs_from
 from lightning_rl.fields import PROMPT, ROW, TOKEN, Field, Items, Ragged, declare, fields_of
-from lightning_rl.rollout import concatenate, context_starts, pad_lists, pad_rows, segments_of, spans_of, turn_numbers
+from lightning_rl.rollout import concatenate, pad_lists, pad_rows, segments_of, spans_of, tree_of, turn_numbers
 
 
 def whole_rollout(seed: int = 0, **options: Any) -> Rollout:
@@ -43,7 +43,7 @@ def whole_view() -> LossView:
     return view_of_rollout(rollout, logprobs).replace(**outputs, prepared=logprobs < -2)
 
 
-RAGGED = {"segments", "prompt_items", "response_items"}
+RAGGED = {"segments", "prompt_items", "response_items", "segment_items"}
 EXAMPLES: list[Rollout] = [whole_rollout(), whole_view()]
 each = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: type(example).__name__)
 
@@ -326,7 +326,10 @@ def test_turn_numbers_are_those_of_the_segments_of_a_row() -> None:
     assert rows.segments.of_row(0).tolist() == [[0, -1, 1], [2, -2, -1], [4, 1, 2], [5, 2, 0], [6, 3, 3]]
     for other in (rows.select(order, width=6), concatenate([rows, rows.padding_rows(1)]).fit_width(6).select(order)):
         same(turn_numbers(other), pad_lists([NUMBERS[row][:6] for row in order.tolist()], torch.int64)[0][:, :6])
-    assert context_starts(rows).nonzero().tolist() == [[0, 2], [4, 1], [4, 3]]
+    tree = tree_of(rows)
+    roots = (tree.parents == -1) & ~tree.is_prompt
+    first = (rows.prompt_lengths + rows.response_lengths).cumsum(0) - rows.response_lengths
+    assert tree.row[roots].tolist() == [0, 4, 4] and (tree.starts - first[tree.row])[roots].tolist() == [2, 1, 3]
     assert spans_of(rows, 1) == [(True, [3]), (True, [3]), (True, [3]), (True, [3])]
 
 

@@ -552,7 +552,7 @@ class _RunWatch:
     def miss_step(self, trace: StepTrace) -> None:
         """Count the rows of a skipped optimizer step as seen."""
         ids = [microbatch.view.sample_ids[microbatch.view.real] for microbatch in trace.microbatches]
-        self._passes[trace.step] = torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int64)
+        self._passes[trace.step] = torch.cat(ids).unique() if ids else torch.zeros(0, dtype=torch.int64)
 
     def expect_row(self) -> None:
         """Record the row that the core may log next."""
@@ -563,8 +563,7 @@ class _RunWatch:
         current = self.live.current
         if current is None:
             return None
-        parts = [current.rollout.sample_ids[microbatch.index] for microbatch in current.plan.step(step)]
-        return torch.cat(parts) if parts else None
+        return current.rollout.sample_ids[current.plan.rows_of_step(step)]
 
     def end_step(self) -> Evidence | None:
         """Return the evidence of a finished optimizer step, with edits; None if the rollout is not audited."""

@@ -20,9 +20,10 @@ from lightning_rl.policy import FrozenModel, Microbatch, Outputs, PolicyModel
 from lightning_rl.policy.media import items_by_name, plain_placeholders, takes
 from lightning_rl.policy.plan import plan_of_rows
 from lightning_rl.policy.sampling_mask import from_bits
-from lightning_rl.rollout import SAMPLING_MASK, Rollout, turn_numbers
-from lightning_rl.samples import Media
+from lightning_rl.rollout import NO_PARENT, SAMPLING_MASK, Rollout
+from lightning_rl.samples import PROMPT, Media
 from lightning_rl.samples.media import join_items
+from lightning_rl.samples.trajectory import branches_of
 from lightning_rl.testing.properties.copies import CopyError, copy_state
 
 PLAIN_ROWS, PLAIN_TOKENS, ENTRIES = 2, 48, 16
@@ -35,19 +36,19 @@ FLOOR = -1e9  # log-probability of masked tokens, since 0 * -inf is NaN
 
 
 class PlainForward(NamedTuple):
-    """Scores of a slice of a response by a model's own forward, without packing.
+    """Scores of some tokens of a response by a model's own forward, without packing.
 
     Attributes:
         of: ``"policy"`` or ``"reference"``.
         row: Index in :attr:`Evidence.rows`.
-        begin: First position of the slice.
+        columns: Positions of the tokens, [N].
         logprobs: Log-probabilities at the run's temperature, float64, [N].
         entropy: Entropy at the run's temperature.
     """
 
     of: str
     row: int
-    begin: int
+    columns: Tensor
     logprobs: Tensor
     entropy: Tensor
 
@@ -184,7 +185,7 @@ def token_gradients(live: LiveRun, rows: Rollout) -> tuple[Tensor, ...]:
     if not forwards_plainly(live) or not trained or not ends.any() or tokens > GRADIENT_TOKENS or _has_replies(rows):
         return ()
     signs = torch.where(ends, 1.0 - 2.0 * (order % 2), 0.0)
-    layout, contexts = _microbatch_of(live, rows).layout, _contexts(rows)
+    layout, contexts = _microbatch_of(live, rows).layout, contexts_of(rows)
     entropies = live.algorithm.trains_entropy
 
     def by_the_run(weights: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -200,7 +201,7 @@ def token_gradients(live: LiveRun, rows: Rollout) -> tuple[Tensor, ...]:
             scores = logits[number, one.read - 1 : len(one.ids) - 1].float() / temperature
             scores = _keep_tokens(rows, one.row, one.columns, scores)
             before = scores.gather(1, one.ids[one.read :, None])[:, 0]
-            weight = signs[one.row, one.columns]
+            weight = torch.where(one.first, signs[one.row, one.columns], 0.0)
             chosen = before - scores.logsumexp(-1)
             if entropies:
                 normal = scores.log_softmax(-1).clamp(min=FLOOR)
@@ -228,7 +229,7 @@ def _has_replies(rows: Rollout) -> bool:
 def _plain_inputs(model: PreTrainedModel, rows: Rollout, contexts: Sequence["_Context"]) -> Iterator[dict[str, Any]]:
     """Yield the arguments of a model's own forward for contexts, padded on the right, with the pictures of prompts."""
     ids = nn.utils.rnn.pad_sequence([one.ids for one in contexts], batch_first=True)
-    whole = [one for one in contexts if one.columns.start == 0]
+    whole = [one for one in contexts if one.whole]
     arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if not any(int(value.counts.sum()) for value in rows.prompt_items.values()):
         yield arguments
@@ -237,7 +238,7 @@ def _plain_inputs(model: PreTrainedModel, rows: Rollout, contexts: Sequence["_Co
     for name, values in rows.prompt_types.items():
         lines = torch.zeros_like(ids)
         for line, one in enumerate(contexts):
-            if one.columns.start == 0:
+            if one.whole:
                 lines[line, : one.read] = values[one.row, : one.read]
         arguments |= {name: lines} if takes(model.base_model, name) else {}
     places = torch.arange(ids.shape[1], device=ids.device)
@@ -247,7 +248,7 @@ def _plain_inputs(model: PreTrainedModel, rows: Rollout, contexts: Sequence["_Co
         yield {**arguments, "input_ids": plain, **named}
 
 
-def _keep_tokens(rows: Rollout, row: int, columns: slice, scores: Tensor) -> Tensor:
+def _keep_tokens(rows: Rollout, row: int, columns: Tensor, scores: Tensor) -> Tensor:
     """Return the scores of some tokens without the entries that a filter of the engine left out."""
     if SAMPLING_MASK not in rows.token_extras:
         return scores
@@ -256,36 +257,43 @@ def _keep_tokens(rows: Rollout, row: int, columns: slice, scores: Tensor) -> Ten
 
 
 class _Context(NamedTuple):
-    """Tokens of a row that a model reads in one sequence.
+    """Tokens of a row that a model reads in one sequence: those from a root of its segments to a leaf.
 
     Attributes:
         row: Index of the row.
         ids: Token ids.
-        read: Number of leading tokens without a prediction: the prompt, or the first token of a rewritten context.
+        read: Number of leading tokens without a prediction: the prompt, or the first token of a new context.
         columns: Positions of the other tokens in the response.
+        first: True for those of them that no context before has.
+        whole: True if it begins with the prompt.
     """
 
     row: int
     ids: Tensor
     read: int
-    columns: slice
+    columns: Tensor
+    first: Tensor
+    whole: bool
 
 
-def _contexts(rows: Rollout) -> list[_Context]:
-    """Return prompt with response of each row, and each rewritten context separately."""
+def contexts_of(rows: Rollout) -> list[_Context]:
+    """Return the contexts of each row, in the order of their ends; the first one of a row without segments is whole."""
     found = list[_Context]()
-    turns = None if rows.segments is None else turn_numbers(rows).tolist()
-    for row, (prompt, length) in enumerate(
-        zip(rows.prompt_lengths.tolist(), rows.response_lengths.tolist(), strict=True)
-    ):
-        response, numbers = rows.response_ids[row], [0] * length if turns is None else turns[row]
-        cuts = [at for at in range(length) if numbers[at] < 0 and (at == 0 or numbers[at] != numbers[at - 1])]
-        first, *ends = [*cuts, length]
-        whole = torch.cat([rows.prompt_ids[row, :prompt], response[:first]])
-        found.append(_Context(row, whole, prompt, slice(0, first)))
-        found += [
-            _Context(row, response[begin:end], 1, slice(begin + 1, end)) for begin, end in zip(cuts, ends, strict=True)
-        ]
+    lengths = zip(rows.prompt_lengths.tolist(), rows.response_lengths.tolist(), strict=True)
+    for row, (prompt, length) in enumerate(lengths):
+        tree = [(0, PROMPT)] if rows.segments is None else rows.segments.of_row(row)[:, :2].tolist()
+        parents = [None if parent == NO_PARENT else parent for _, parent in tree]
+        places = torch.arange(length, device=rows.response_ids.device)
+        parts = places.tensor_split([begin for begin, _ in tree])[1:]
+        new = torch.ones_like(places, dtype=torch.bool)
+        paths = branches_of(parents)
+        for path in paths if PROMPT in parents else [(), *paths]:
+            columns = torch.cat([places[:0], *(parts[segment] for segment in path)])
+            whole = not path or parents[path[0]] is not None
+            ids = torch.cat([rows.prompt_ids[row, : prompt * whole], rows.response_ids[row, columns]])
+            columns = columns if whole else columns[1:]
+            found.append(_Context(row, ids, prompt if whole else 1, columns, new[columns], whole))
+            new[columns] = False
     return found
 
 
@@ -357,20 +365,19 @@ def plain_forwards(live: LiveRun, rows: Rollout) -> list[PlainForward]:
 
 
 def _stretches(name: str, model: nn.Module, rows: Rollout, temperature: float) -> list[PlainForward]:
-    contexts = {one.row: one for one in _contexts(rows)[::-1]}  # the first one of each row
-    contexts |= {one.row: one for one in _contexts(rows) if one.row % 2}  # or the last one, to check both ends
+    contexts = {one.row: one for one in contexts_of(rows)[::-1]}  # the first one of each row
+    contexts |= {one.row: one for one in contexts_of(rows) if one.row % 2}  # or the last one, to check both ends
     few = [contexts[row] for row in range(len(rows))]
     with _plain_inputs(cast(PreTrainedModel, model), rows, few) as inputs:
         logits = model(**inputs).logits
     stretches = []
     for row, one in enumerate(few):
-        first, last = one.columns.start, one.columns.stop
-        begin = max(last - PLAIN_TOKENS, first) if row % 2 else first
-        end = min(begin + PLAIN_TOKENS, last)
-        place = one.read + begin - first
-        targets = one.ids[place : place + end - begin, None]
-        scores = _keep_tokens(rows, row, slice(begin, end), logits[row, place - 1 : place - 1 + end - begin].double())
+        begin = max(len(one.columns) - PLAIN_TOKENS, 0) if row % 2 else 0
+        columns = one.columns[begin : begin + PLAIN_TOKENS]
+        place = one.read + begin
+        targets = one.ids[place : place + len(columns), None]
+        scores = _keep_tokens(rows, row, columns, logits[row, place - 1 : place - 1 + len(columns)].double())
         normal = (scores / temperature).log_softmax(-1)
         entropy = -(normal.exp() * normal.clamp(min=FLOOR)).sum(-1)
-        stretches.append(PlainForward(name, row, begin, normal.gather(1, targets)[:, 0], entropy))
+        stretches.append(PlainForward(name, row, columns, normal.gather(1, targets)[:, 0], entropy))
     return stretches

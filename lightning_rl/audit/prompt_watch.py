@@ -262,9 +262,11 @@ class PromptWatch:
         again, self._places = self._cursor.draw(drawn), self._places.union(drawn)
         places = {place for place in own if place in shared or place in again}
         found = [sample for sample in real if sample // size in places]
-        kept = ("at", "take", "_number_of")
-        own_order = self._data.pass_length is not None and all(
-            getattr(type(self._data), name) is getattr(PromptDataModule, name) for name in kept
+        kept = ("at", "take", "rows_at")
+        own_order = (
+            self._data.pass_length is not None
+            and self._data.in_passes
+            and all(getattr(type(self._data), name) is getattr(PromptDataModule, name) for name in kept)
         )
         strayed = self._misplacements(owners.keys(), number)
         order_nats = self._cursor.order_nats if own_order and self._data.shuffle else 0.0

@@ -101,14 +101,19 @@ class StepEvidence:
         microbatches = [microbatch for microbatch in trace.microbatches if microbatch.view.real.any()]
         views = [microbatch.view for microbatch in microbatches]
         ids = torch.cat([view.sample_ids for view in views]) if views else rollout.sample_ids[:0]
+        first = (ids[:, None] == ids).int().argmax(-1) if len(ids) else ids  # a row may have parts in several views
+        distinct = first == torch.arange(len(ids), device=ids.device)
+        place = (distinct.cumsum(0) - 1)[first]
         rows = rollout.select(
-            (ids[:, None] == rollout.sample_ids).int().argmax(-1),
+            (ids[distinct][:, None] == rollout.sample_ids).int().argmax(-1),
             width=max((view.width for view in views), default=None),
         )
 
         def join(parts: Sequence[Tensor]) -> Tensor:
             padded = [pad(part, (0, rows.width - part.shape[1])) for part in parts]
-            return torch.cat(padded) if padded else torch.zeros(rows.valid_tokens.shape)
+            if not padded:
+                return torch.zeros(rows.valid_tokens.shape)
+            return padded[0].new_zeros(len(rows), rows.width).index_add_(0, place, torch.cat(padded))
 
         outputs: dict[str, list[Tensor]] = {"logprobs": [], "entropy": []}
         for spec, output in (named for view in views for named in view.outputs()):

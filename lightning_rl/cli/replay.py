@@ -13,6 +13,7 @@ from lightning_rl.algorithm import Algorithm
 from lightning_rl.cli.output import say
 from lightning_rl.cli.recipes import Recipe, load_recipe, run_until_fit
 from lightning_rl.module import RLLightningModule
+from lightning_rl.policy.plan import row_of
 from lightning_rl.recording import Recording, Replayed, replay
 from lightning_rl.recording.differences import (
     SIGNAL,
@@ -136,7 +137,8 @@ def _algorithm_of(recipe: Recipe) -> Algorithm:
 
 def _step_differences(recording: Recording, rerun: Rerun) -> Iterable[tuple[str, Difference | None]]:
     step, samples = int(rerun.step or 0), samples_of(recording)
-    rows = sorted(row for microbatch in recording.header["plan"][step % recording.minibatches] for row in microbatch)
+    planned = recording.header["plan"][step % recording.minibatches]
+    rows = sorted({row_of(entry) for microbatch in planned for entry in microbatch})
     names = [samples[row] for row in rows]
     for name, theirs in (("logprobs", rerun.logprobs), ("entropy", rerun.entropy)):
         before, after = (None if side is None else side[rows] for side in (recording.of_step(step, name), theirs))

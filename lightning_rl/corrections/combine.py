@@ -70,7 +70,7 @@ class Corrections:
         guard: Detects edits by user code.
 
     Raises:
-        ValueError: If a name is empty or used twice, or several callbacks replace the reward.
+        ValueError: If a name is empty or used twice, or several callbacks replace the reward or choose rows.
     """
 
     def __init__(self, callbacks: Sequence[RLCallback] = (), collectives: Collectives | None = None) -> None:
@@ -93,9 +93,10 @@ class Corrections:
         self._contributors = {
             method: tuple(callback for callback, methods in offers if method in methods) for method in CONTRIBUTIONS
         }
-        replacing = [type(callback).__name__ for callback in self._contributors["replace_reward"]]
-        if len(replacing) > 1:
-            raise ValueError(f"expected one callback that replaces the reward, got {in_words(replacing)}: remove one")
+        for method, does in (("replace_reward", "replaces the reward"), ("choose_rows", "chooses rows")):
+            alone = [type(callback).__name__ for callback in self._contributors[method]]
+            if len(alone) > 1:
+                raise ValueError(f"expected one callback that {does}, got {in_words(alone)}: remove one")
         self._contributors["observe"] = tuple(sorted(self._contributors["observe"], key=lambda c: c.affects))
 
     def contributors(self, *methods: str) -> tuple[RLCallback, ...]:
@@ -115,6 +116,13 @@ class Corrections:
     def alone(self) -> "Corrections":
         """Return copies of the callbacks without collectives."""
         return type(self)([copy.copy(callback) for callback in self.callbacks], ALONE)
+
+    @property
+    def chooser(self) -> Callable[[int], Sequence[int]] | None:
+        """Function that returns the rows of a number of next prompts; None if no callback chooses rows."""
+        for callback in self._contributors["choose_rows"]:
+            return lambda number: self._ask(callback, "choose_rows", number, shown=lambda: ())
+        return None
 
     def reward_mask(self, rollout: Rollout) -> Tensor:
         """Return the rows that every callback keeps in the reward, shape [B] bool."""

@@ -33,22 +33,23 @@ class Contribution:
     """Description of a contribution method.
 
     Attributes:
-        when: ``"sampling"`` or ``"signal"`` (called with the rollout), ``"update"`` (called with the view of a
-            microbatch) or ``"watch"`` (observes and returns nothing).
-        returns: ``"row mask"``, ``"row float"``, ``"token mask"``, ``"token float"``, ``"term"``, ``"tensors"``,
-            ``"context"``, ``"stats"`` or ``"nothing"``.
+        when: ``"prompts"`` (called with the number of prompts to take), ``"sampling"`` or ``"signal"`` (called with the
+            rollout), ``"update"`` (called with the view of a microbatch) or ``"watch"`` (observes and returns nothing).
+        returns: ``"numbers"``, ``"row mask"``, ``"row float"``, ``"token mask"``, ``"token float"``, ``"term"``,
+            ``"tensors"``, ``"context"``, ``"stats"`` or ``"nothing"``.
         combined_by: Operation that combines the contributions of several callbacks.
         affects: ``"prompts"``, ``"rows"``, ``"rewards"``, ``"policy loss"``, ``"loss"``, ``"forward"``, or ``""`` if
             the method does not change the training signal itself.
     """
 
-    when: Literal["sampling", "signal", "update", "watch"]
+    when: Literal["prompts", "sampling", "signal", "update", "watch"]
     returns: str
     combined_by: str
     affects: str = ""
 
 
 CONTRIBUTIONS: Mapping[str, Contribution] = {
+    "choose_rows": Contribution("prompts", "numbers", "one alone", "prompts"),
     "reward_mask": Contribution("sampling", "row mask", "and", "rewards"),
     "replace_reward": Contribution("sampling", "row float", "one alone", "rewards"),
     "reward_bonus": Contribution("sampling", "row float", "sum", "rewards"),
@@ -134,6 +135,8 @@ class RLCallback(CheckedNames, Callback):
         penalizes_kl: True if its token reward is a KL penalty, logged as ``kl/penalty``; others are logged as
             ``<callback>/token_reward``.
         chooses_rows: True if its loss term skips rows, so that it may train nothing.
+        token_wise: True if its contributions of a token at the update depend on no other token, so that the contexts of
+            a long sample may be in different microbatches. Each class declares it for itself.
         trains_entropy: True if its loss term needs the gradient of ``view.entropy``.
         max_rounds: Maximum number of sampling rounds per rollout, if it filters groups.
         collectives: Operations over the ranks of the run; set by the core at setup.
@@ -157,6 +160,7 @@ class RLCallback(CheckedNames, Callback):
     batch_statistics: bool = False
     penalizes_kl: bool = False
     chooses_rows: bool = False
+    token_wise: bool = False
     trains_entropy: bool = False
     max_rounds: int = 10
     collectives: Collectives = ALONE
@@ -183,6 +187,13 @@ class RLCallback(CheckedNames, Callback):
         twin = copy.copy(self)
         twin.name = name
         return twin
+
+    def choose_rows(self, number: int) -> Sequence[int]:
+        """Return the row of the data for each of the next prompts, equal on all ranks; for *one* callback *alone*.
+
+        The data module keeps them, so that a place of the stream has the same row in all reads and after a resume.
+        """
+        raise NotImplementedError
 
     def reward_mask(self, rollout: Rollout) -> Bool[Tensor, " B"]:
         """Return the rows that enter the reward and its statistics; combined by *and*."""

@@ -1,23 +1,25 @@
 """PromptDataModule: the prompt stream, and a step index for each optimizer step."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Protocol, cast
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_rl.corrections import Stat
 from lightning_rl.data.dataset import PromptDataset
 from lightning_rl.data.encoding import LengthOf, TooLong
+from lightning_rl.data.mixture import pick_source, rows_of_picks, whole_weights
 from lightning_rl.data.prompt_stream import PromptStream
 from lightning_rl.data.row_schema import CONTINUES, ColumnCheck, PromptForm
+from lightning_rl.data.rows import MixedRows
 from lightning_rl.data.sources import PromptSource, is_hugging_face, open_source
 from lightning_rl.data.step_loader import Position, StepIndex, StepLoader
 from lightning_rl.samples import Prompt
@@ -61,11 +63,13 @@ class PromptDataModule(LightningDataModule):
         prompts: A list; the path of a file (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) or folder, a
             pattern such as ``"data/*.jsonl"``, or a list of these; the name of a data set of the hub; a
             ``datasets.Dataset`` or, for training only, ``IterableDataset``; a :class:`PromptDataset`, which has its own
-            options.
+            options. A mapping from names to several of these with a length mixes them; each row gets a column
+            ``source`` with its name.
         prompts_per_rollout: Number of prompts per rollout, over all ranks.
         validation: Prompts for evaluation, in the same forms and with the same options.
         validation_batch_size: Number of validation prompts per batch.
-        shuffle: True to shuffle each pass over the prompts differently.
+        weights: Share of each data set of a mapping, by name, in any unit; defaults to its number of rows.
+        shuffle: True to shuffle each pass over the prompts differently, each data set of a mapping by itself.
         seed: Seed of the shuffling.
         epoch_length: Number of rollouts per epoch; defaults to one pass over the prompts. Required for a stream.
         shuffle_buffer: Number of rows in the shuffle buffer of a stream.
@@ -85,12 +89,15 @@ class PromptDataModule(LightningDataModule):
     Attributes:
         position: Live position, which :meth:`take` and the loader of step indices advance.
         committed: Position of the last commit, which a checkpoint stores and the next fit begins at.
+        chooser: Function that returns the rows of a number of next prompts, set by the run; None for the order above.
+        chosen: Numbers of the rows that it has returned, by index in the stream.
 
     Raises:
         ValueError: If an option is wrong, a row cannot be read, or there are fewer prompts than a rollout needs.
     """
 
     cursor = Moved("position.cursor")
+    weights: Mapping[str, float] | None = None
 
     @refuse_other_names("PromptDataModule")
     def __init__(
@@ -100,6 +107,7 @@ class PromptDataModule(LightningDataModule):
         *,
         validation: PromptDataset | PromptSource | None = None,
         validation_batch_size: int = 256,
+        weights: Mapping[str, float] | None = None,
         shuffle: bool = True,
         seed: int = 0,
         epoch_length: int | None = None,
@@ -147,6 +155,11 @@ class PromptDataModule(LightningDataModule):
         self.seed = seed
         self.epoch_length = epoch_length
         self.position = self.committed = Position()
+        self.chooser: Callable[[int], Sequence[int]] | None = None
+        self.chosen = array("q")
+        if weights is not None:
+            self.weights = dict(weights)
+        self._shares = self._whole_weights()
         self._check_size()
 
     def connect(
@@ -180,6 +193,12 @@ class PromptDataModule(LightningDataModule):
 
     def _check_size(self) -> None:
         number = self.pass_length
+        sizes = self.prompts.sizes if isinstance(self.prompts, PromptDataset) else []
+        if self._shares and any(share and not size for share, size in zip(self._shares, sizes, strict=True)):
+            raise ValueError(
+                f"expected prompts of each data set with a weight, got {sizes} after "
+                f"{self.prompts.drop_count} that are too long were dropped: raise the limit, or leave the data set out"
+            )
         if number is None and self.epoch_length is None:
             raise ValueError(
                 "expected epoch_length=, the number of rollouts of an epoch, because a stream has no length: pass one "
@@ -190,6 +209,16 @@ class PromptDataModule(LightningDataModule):
             if dropped:
                 cure = f" after {dropped} that are too long were dropped: raise the limit, or lower prompts_per_rollout"
             raise ValueError(f"expected at least {self.prompts_per_rollout} prompts for a rollout, got {number}{cure}")
+
+    def _whole_weights(self) -> list[int] | None:
+        rows = getattr(self.prompts, "rows", None)
+        if self.weights is None:
+            return None
+        if not isinstance(rows, MixedRows):
+            raise ValueError(
+                f"expected weights= with a mapping from names to data sets, got {self.weights}: leave it out"
+            )
+        return whole_weights(self.weights, rows.names)
 
     @property
     def pass_length(self) -> int | None:
@@ -214,6 +243,10 @@ class PromptDataModule(LightningDataModule):
     def take(self, number: int) -> list[Prompt]:
         """Return the next prompts of the stream and advance the cursor; ranks get the same and use their share."""
         first = self.position.cursor
+        if self.chooser is not None and self._overfit_span is None:
+            del self.chosen[first:]  # taken by a fit that ended before their rollout
+            self.chosen.extend(self._in_order(range(len(self.chosen), first)))
+            self.chosen.extend(self.chooser(number))
         self.position = replace(self.position, cursor=first + number)
         return self.at(range(first, first + number))
 
@@ -225,7 +258,25 @@ class PromptDataModule(LightningDataModule):
         if isinstance(self.prompts, PromptStream):
             prompts = self.prompts.at(drawn)
             return [replace(prompt, index=place) for prompt, place in zip(prompts, places, strict=True)]
-        return self.prompts.prompts([self._number_of(place, len(self.prompts)) for place in drawn], places)
+        return self.prompts.prompts(self.rows_at(drawn), places)
+
+    def rows_at(self, places: Iterable[int]) -> list[int]:
+        """Return the numbers of the rows at indices of the stream, in data with a length."""
+        places, chosen = list(places), self.chosen
+        ordered = iter(self._in_order([place for place in places if place >= len(chosen)]))
+        return [chosen[place] if place < len(chosen) else next(ordered) for place in places]
+
+    def _in_order(self, places: Sequence[int]) -> list[int]:
+        """Return the numbers of the rows that the places of a stream have by weights and seed alone."""
+        sizes: list[int] = self.prompts.sizes  # pyrefly: ignore[missing-attribute]
+        picks = [pick_source(place, self._shares or sizes) for place in places]
+        rows, starts = rows_of_picks(picks, sizes, self.seed if self.shuffle else None), [0, *accumulate(sizes)]
+        return [starts[source] + row for (source, _), row in zip(picks, rows, strict=True)]
+
+    @property
+    def in_passes(self) -> bool:
+        """True if each pass over the data has every row once."""
+        return self._shares is None and not self.chosen
 
     def first(self) -> Prompt | None:
         """Return the first prompt; None for a stream."""
@@ -321,13 +372,22 @@ class PromptDataModule(LightningDataModule):
         return self._module.predict_dataloader()
 
     @override
-    def state_dict(self) -> dict[str, int]:
-        """Return the committed position; Lightning restores the state of a loader within an epoch only."""
-        return {"cursor": self.committed.cursor, "step_index": self.committed.index}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the committed position, and the rows that were chosen up to there.
+
+        Lightning restores the state of a loader within an epoch only.
+        """
+        rows = self.chosen[: self.committed.cursor]
+        chosen = {"rows": torch.tensor(rows, dtype=torch.int64)} if rows else {}
+        return {"cursor": self.committed.cursor, "step_index": self.committed.index, **chosen}
+
+    def load_rows(self, state: Mapping[str, Any]) -> None:
+        """Restore the rows that were chosen from :meth:`state_dict`; without them, forget those of before."""
+        self.chosen[:] = array("q", state["rows"].tolist() if "rows" in state else ())
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the position in a fit; ignored when a checkpoint is evaluated."""
+        """Restore the position in a fit; ignored when a checkpoint is evaluated. The run restores the chosen rows."""
         if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:
             self.position = self.committed = Position(int(state_dict["cursor"]), state_dict.get("step_index") or 0)
 
@@ -336,10 +396,6 @@ class PromptDataModule(LightningDataModule):
         if self.trainer is None:
             raise RuntimeError("expected a data module with a Trainer, got none: pass it to fit or validate")
         return cast(SteppingModule, self.trainer.lightning_module)
-
-    def _number_of(self, place: int, length: int) -> int:
-        number, offset = divmod(place, length)
-        return int(_order(length, self.seed, number)[offset]) if self.shuffle else offset
 
 
 def data_module_of(trainer: Trainer) -> PromptDataModule:
@@ -363,12 +419,6 @@ def find_data_module(trainer: Trainer | None) -> PromptDataModule | None:
     if trainer is None or (trainer.state.fn != TrainerFn.FITTING and trainer.datamodule is None):  # pyrefly: ignore[missing-attribute]
         return None
     return data_module_of(trainer)
-
-
-@lru_cache(maxsize=2)
-def _order(size: int, seed: int, number: int) -> Tensor:
-    generator = torch.Generator().manual_seed(hash((seed, number)) % 2**31)
-    return torch.randperm(size, generator=generator)
 
 
 def _prompts(

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.data.data_fingerprint import fingerprint_of
 from lightning_rl.data.encoding import Encoder, LengthOf, TooLong, check_limits
 from lightning_rl.data.row_schema import ColumnCheck, PromptForm, Reading
-from lightning_rl.data.rows import SourceRows
+from lightning_rl.data.rows import MixedRows, SourceRows
 from lightning_rl.data.sources import PromptSource, is_hugging_face, open_source
 from lightning_rl.samples import Prompt
 from lightning_rl.utils.template_date import TODAY
@@ -80,6 +80,17 @@ class PromptDataset:
     def __len__(self) -> int:
         """Return the number of prompts, without dropped ones."""
         return len(self.rows) if self._kept is None else len(self._kept)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of prompts of each source of a mixture, without dropped ones, or of the data."""
+        return self.rows.sizes(self._kept) if isinstance(self.rows, MixedRows) else [len(self)]
+
+    def column(self, name: str) -> list[Any]:
+        """Return the value of a column for each prompt, None where it is missing; reads every row."""
+        rows = range(len(self.rows)) if self._kept is None else self._kept
+        parts = (rows[start : start + 1024] for start in range(0, len(rows), 1024))
+        return [reading.columns.get(name) for part in parts for reading in self._take(part)]
 
     def prompt(self, number: int) -> Prompt:
         """Return one prompt."""

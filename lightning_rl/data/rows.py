@@ -1,10 +1,12 @@
 """Rows by number: in memory, or in a memory-mapped ``datasets.Dataset``."""
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
+
+SOURCE = "source"  # column of a mixture
 
 
 class SourceRows(ABC):
@@ -114,3 +116,34 @@ class JoinedRows(SourceRows):
         for part, start in zip(self.parts, self._starts, strict=False):
             for number, names in part.headers():
                 yield start + (number or 0), names
+
+
+class MixedRows(JoinedRows):
+    """Rows of named sources, one after another, with the name of its source in the column ``source`` of each row."""
+
+    def take(self, numbers: Sequence[int]) -> list[Any]:
+        """Return the rows with the given numbers; a row without columns becomes the prompt.
+
+        Raises:
+            ValueError: If a row has a column ``source`` already.
+        """
+        return [self._with_source(number, row) for number, row in zip(numbers, super().take(numbers), strict=True)]
+
+    def _with_source(self, number: int, row: Any) -> Mapping[str, Any]:
+        row = row if isinstance(row, Mapping) else {"prompt": row}
+        if SOURCE in row:
+            raise ValueError(
+                f'expected rows of a mixture without a column "{SOURCE}", which names their data set, got '
+                f"{row[SOURCE]!r:.80} in {self.place(number)}: rename the column"
+            )
+        return {**row, SOURCE: self.names[self._find(number)[0]]}
+
+    def headers(self) -> Iterator[tuple[int | None, Sequence[str] | Mapping[str, Any]]]:
+        """Yield the columns of every part, with ``source``."""
+        for number, names in super().headers():
+            yield number, [*names, SOURCE]
+
+    def sizes(self, kept: Sequence[int] | None = None) -> list[int]:
+        """Return the number of rows of each source, of those in ``kept`` (ascending) if some are dropped."""
+        ends = self._starts if kept is None else [bisect_left(kept, start) for start in self._starts]
+        return [end - start for start, end in pairwise(ends)]

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.data.file_readers import read_csv, read_json, read_json_lines, refuse_pointer
-from lightning_rl.data.rows import ArrowRows, JoinedRows, MemoryRows, SourceRows
+from lightning_rl.data.row_schema import CONTENT, QUESTIONS
+from lightning_rl.data.rows import ArrowRows, JoinedRows, MemoryRows, MixedRows, SourceRows
 from lightning_rl.utils.naming import in_words
 
 PromptSource = str | Path | Iterable[Any]  # str first, because jsonargparse takes the first type that matches
@@ -35,7 +36,7 @@ def open_source(source: Any, *, name: str | None = None, split: str | None = Non
         source: A list or other indexable with a length; an iterator, which is read into a list; the path of a file
             (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) or folder, a pattern such as ``"data/*.jsonl"``,
             or a list of these, which are read one after another; the name of a data set of the hub; a
-            ``datasets.Dataset`` or ``IterableDataset``.
+            ``datasets.Dataset`` or ``IterableDataset``; a mapping from names to several of these with a length.
         name: Configuration of a data set of the hub.
         split: Split of the data set or of a ``datasets.DatasetDict``.
 
@@ -43,6 +44,8 @@ def open_source(source: Any, *, name: str | None = None, split: str | None = Non
         ValueError: If the source has another type or no rows, or if it has several splits and none is selected.
         FileNotFoundError: If the file does not exist.
     """
+    if isinstance(source, Mapping) and not _has_splits(source):
+        return _mix(source, name, split)
     place = f" in {source}" if isinstance(source, str | Path) else ""
     if isinstance(source, Iterable) and not hasattr(source, "__len__"):
         source = source if is_hugging_face(source, "IterableDataset") else list(source)
@@ -63,6 +66,33 @@ def open_source(source: Any, *, name: str | None = None, split: str | None = Non
     if place and not len(rows):
         raise ValueError(f"expected at least one prompt, got none{place}")
     return rows
+
+
+def _mix(sources: Mapping[Any, Any], name: str | None, split: str | None) -> SourceRows:
+    """Return the rows of several sources by name."""
+    if (
+        not sources
+        or not all(isinstance(each, str) and each for each in sources)
+        or {*CONTENT, *QUESTIONS} & sources.keys()
+    ):
+        raise ValueError(
+            f"expected a list of rows, or data sets by name, got a mapping with {in_words(map(str, sources))}: for a "
+            "mapping from columns to their values pass datasets.Dataset.from_dict(columns), or [dict(zip(columns, "
+            "row)) for row in zip(*columns.values())]"
+        )
+    parts = {each: open_source(source, name=name, split=split) for each, source in sources.items()}
+    for each, part in parts.items():
+        if not isinstance(part, SourceRows) or not len(part):
+            got = "no rows" if isinstance(part, SourceRows) else "an IterableDataset"
+            raise ValueError(
+                f'expected data sets with rows in a mixture, got {got} for "{each}": leave it out, or mix streams by '
+                "datasets.interleave_datasets"
+            )
+    return MixedRows([*parts.values()], [*parts])
+
+
+def _has_splits(source: Any) -> bool:
+    return is_hugging_face(source, "DatasetDict") or is_hugging_face(source, "IterableDatasetDict")
 
 
 def _rows_of(source: Any) -> SourceRows:
@@ -180,7 +210,7 @@ def _load(path: str, name: str | None, split: str | None, **options: Any) -> Any
 
 
 def _choose_split(source: Any, split: str | None) -> Any:
-    if not (is_hugging_face(source, "DatasetDict") or is_hugging_face(source, "IterableDatasetDict")):
+    if not _has_splits(source):
         if split is not None and not (is_hugging_face(source, "Dataset") or is_hugging_face(source, "IterableDataset")):
             raise ValueError(
                 f'expected split="{split}" with a data set that has splits, got a {type(source).__name__}: leave it out'
@@ -198,12 +228,6 @@ def _choose_split(source: Any, split: str | None) -> Any:
 
 def _check_rows(source: Any) -> None:
     kind = type(source).__name__
-    if isinstance(source, Mapping):
-        raise ValueError(
-            f"expected a list of rows, got a mapping with {in_words(source)}: for a mapping from columns to their "
-            "values pass datasets.Dataset.from_dict(columns), or [dict(zip(columns, row)) for row in "
-            "zip(*columns.values())]"
-        )
     if isinstance(source, set | frozenset):
         raise ValueError(f"expected ordered rows, got a {kind}: pass sorted(rows)")
     if hasattr(source, "columns") and hasattr(source, "to_dict"):

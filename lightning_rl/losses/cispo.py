@@ -1,7 +1,7 @@
 """CISPO: policy gradient with a clipped importance weight."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from jaxtyping import Float
 from torch import Tensor
@@ -35,6 +35,7 @@ class CISPO(PolicyLoss):
         ValueError: If a distance is out of range, the two are bounds such as 0.8 and 1.2, or the anchor is unknown.
     """
 
+    token_wise: ClassVar[bool] = True
     clip_low: float = 1.0
     clip_high: float = 4.0
     anchor: Literal["old", "rollout"] = "old"

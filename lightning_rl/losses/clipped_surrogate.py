@@ -1,6 +1,7 @@
 """ClippedSurrogate: PPO's clipped loss per token."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -43,6 +44,7 @@ class ClippedSurrogate(RatioLoss):
         tensor([[-1.2000, -1.0000]])
     """
 
+    token_wise: ClassVar[bool] = True
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None

@@ -1,7 +1,7 @@
 """DPPO: surrogate with a trust region on the probability of each token."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -40,6 +40,7 @@ class DPPO(RatioLoss):
         ValueError: If an option is out of range.
     """
 
+    token_wise: ClassVar[bool] = True
     ratio = ("current", "rollout")
     reads = ("rollout_logprobs",)
 

@@ -1,7 +1,7 @@
 """DRO: policy gradient with a quadratic penalty on the log-ratio instead of an importance ratio."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from jaxtyping import Float
 from torch import Tensor
@@ -36,6 +36,7 @@ class DRO(PolicyLoss):
         ValueError: If an option is out of range.
     """
 
+    token_wise: ClassVar[bool] = True
     beta: float = 0.1
     anchor: Literal["old", "rollout"] = "rollout"
 

@@ -24,9 +24,12 @@ class PolicyLoss(CheckedNames, ABC):
         ratio: (numerator, denominator) of its importance ratio, or None.
         reads: Names of the rollout fields that it needs.
         per_response: True if its ratio is one per response, so that the paper averages over responses.
+        token_wise: True if loss and metrics of a token depend on no other token, so that the contexts of a long sample
+            may be in different microbatches. Each class declares it for itself.
     """
 
     per_response: ClassVar[bool] = False
+    token_wise: ClassVar[bool] = False
     ratio: Ratio | None = None
     reads: tuple[str, ...] = ()
 

@@ -1,6 +1,7 @@
 """Reinforce: policy gradient without an importance ratio."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
@@ -19,6 +20,8 @@ class Reinforce(PolicyLoss):
 
     Source: Williams 1992.
     """
+
+    token_wise: ClassVar[bool] = True
 
     @override
     def __call__(self, view: LossView) -> Float[Tensor, "B T"]:

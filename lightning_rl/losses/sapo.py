@@ -1,6 +1,7 @@
 """SAPO: surrogate with a soft gate on the ratio instead of a clip."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -32,6 +33,7 @@ class SAPO(RatioLoss):
         ValueError: If a temperature is not positive.
     """
 
+    token_wise: ClassVar[bool] = True
     tau_positive: float = 1.0
     tau_negative: float = 1.05
 

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int, Int16
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightning_rl.policy.packing import join_sequences, sequences_of
+from lightning_rl.policy.sequences import join_sequences, sequences_of
 from lightning_rl.policy.text_model import backbone_of, modules_behind
 from lightning_rl.rollout import ROUTES, Rollout
 

@@ -90,7 +90,7 @@ def load_of_steps(loads: Float[Tensor, "B E"], plan: Plan, global_sum: GlobalSum
         plan: Rows of each optimizer step.
         global_sum: Sum over the ranks.
     """
-    steps = [torch.cat([microbatch.index for microbatch in step]) for step in plan.minibatches]
+    steps = [plan.rows_of_step(number) for number in range(len(plan.minibatches))]
     tokens = loads.new_tensor([plan.tokens(number) for number in range(len(steps))])
     sums = torch.stack([loads[rows].sum(0) for rows in steps])
     sums = global_sum(torch.cat([sums, tokens[:, None]], 1))

@@ -1,8 +1,8 @@
 """Pictures in the inputs of a model: its arguments by name, the positions of tokens, and placeholders that are none.
 
 A model replaces the embeddings of placeholders by features of pictures, in the order in which both follow each other.
-Rows are joined in order, so this order is that of the rows; pictures of a prompt that sequences share are in the inputs
-once, as the prompt is.
+Sequences are joined in order, so this order is theirs. Pictures of a prompt that sequences share are in the inputs
+once, as the prompt is; those of another part that branches share are in the inputs of each.
 """
 
 import inspect
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightning_rl.fields import Ragged, concatenate_items, spans
+from lightning_rl.policy.sequences import Sequences
 from lightning_rl.rollout import Rollout, join_tokens
 from lightning_rl.samples import Media
 from lightning_rl.samples.media import join_items, join_media
@@ -60,37 +61,33 @@ class MediaInputs:
 
 
 def media_inputs(
-    rows: Rollout,
-    is_input: Bool[Tensor, " F"],
+    sequences: Sequences,
+    is_input: Bool[Tensor, " G"],
     place: Int[Tensor, " N"],
     size: tuple[int, int],
     *,
     own: Bool[Tensor, " N"] | None,
-    borrowing: Int[Tensor, " r"],
+    borrows: Bool[Tensor, " s"],
 ) -> MediaInputs | None:
-    """Return the pictures of rows; None without.
+    """Return the pictures of sequences; None without.
 
     Args:
-        rows: Rows of the microbatch.
-        is_input: True for tokens of prompts and responses, joined, that are inputs of a sequence.
+        sequences: Sequences of the microbatch.
+        is_input: True for tokens of the sequences that are inputs.
         place: Index of each input among the tokens of the sequences, right-padded.
         size: Number of sequences, and of tokens of the longest one.
         own: True for inputs of packed sequences that no sequence before has; None if they are padded.
-        borrowing: Rows whose prompt another row has in the inputs.
+        borrows: True for sequences whose prompt another one has in the inputs.
     """
+    rows = sequences.rows
     fields = rows.prompt_items, rows.response_items
-    known = {name: value for each in fields for name, value in each.items()}
+    names = dict.fromkeys(name for each in fields for name in each)
     if not any(int(value.counts.sum()) for each in fields for value in each.values()):
         return None
-    borrows = torch.zeros(len(rows), dtype=torch.bool).index_fill(0, borrowing.cpu(), value=True)
-    nothing = torch.zeros(len(rows), dtype=torch.int64)
-    joined = {
-        name: _join([each.get(name) or Ragged(value.values[:0], nothing) for each in fields], borrows)
-        for name, value in known.items()
-    }
+    joined = {name: _join(name, sequences, borrows.cpu()) for name in names}
 
     def spread(values: Tensor) -> Tensor:
-        flat = values.masked_select(is_input)
+        flat = sequences.gather(values).masked_select(is_input)
         return flat.new_zeros(size[0] * size[1]).index_copy(0, place, flat).view(size)
 
     everything = torch.arange(size[0] * size[1], device=place.device).view(size)
@@ -100,23 +97,38 @@ def media_inputs(
         ids=spread(join_tokens(rows, rows.prompt_ids, rows.response_ids)),
         types={name: spread(values) for name, values in _types_of(rows).items()},
         drawn=spread(join_tokens(rows, torch.zeros_like(rows.prompt_ids), rows.action_mask.long())).bool(),
-        real=spread(torch.ones_like(is_input)),
+        real=torch.zeros(size[0] * size[1], dtype=torch.bool, device=place.device)
+        .index_fill(0, place, value=True)
+        .view(size),
         place=everything if own is None else place.masked_select(own)[None],
     )
 
 
-def _join(parts: Sequence[Ragged], borrows: Bool[Tensor, " b"]) -> tuple[Shaped[Tensor, "N ..."], Int[Tensor, " M"]]:
-    """Return the entries of own prompts and responses, row by row, and the index in these of the entries of all rows.
-
-    Args:
-        parts: Entries of prompts and of responses.
-        borrows: True for rows whose prompt another row has.
-    """
-    prompts, responses = parts
-    starts = torch.stack([prompts.begins, responses.begins + len(prompts.values)], 1).flatten()
-    counts = torch.stack([prompts.counts, responses.counts], 1).flatten()
-    own = torch.stack([prompts.counts.masked_fill(borrows, 0), responses.counts], 1).flatten()
-    values, index = concatenate_items([part.values for part in parts if len(part.values)]), spans(starts, own)
+def _join(
+    name: str, sequences: Sequences, borrows: Bool[Tensor, " s"]
+) -> tuple[Shaped[Tensor, "N ..."], Int[Tensor, " M"]]:
+    """Return the entries of an argument in the inputs, in order, and the index in these of those of all sequences."""
+    rows = sequences.rows
+    empty = Ragged(torch.zeros(0, dtype=torch.int64), torch.zeros(len(rows), dtype=torch.int64))
+    prompts, responses = (each.get(name, empty) for each in (rows.prompt_items, rows.response_items))
+    known = rows.segment_items.get(name, empty)
+    segments = torch.ones(len(rows), dtype=torch.int64) if rows.segments is None else rows.segments.counts
+    row = torch.arange(len(rows)).repeat_interleave(segments + 1)  # of each node
+    heads = (segments + 1).cumsum(0) - segments - 1
+    counts, is_prompt = torch.zeros_like(row), torch.zeros_like(row, dtype=torch.bool)
+    is_prompt[heads] = True
+    counts[~is_prompt & (known.counts > 0)[row]] = known.values.cpu()
+    bare = (known.counts == 0) & (responses.counts > 0)
+    counts[heads[bare] + 1] = responses.counts[bare]  # of a row in one context, or of an older recording
+    before = counts.cumsum(0) - counts
+    starts = (responses.begins + len(prompts.values) - before[heads])[row] + before
+    starts[heads], counts[heads] = prompts.begins, prompts.counts
+    nodes = sequences.nodes.cpu()
+    starts, counts, is_prompt = starts[nodes], counts[nodes], is_prompt[nodes]
+    own = counts.clone()
+    own[is_prompt] = counts[is_prompt].masked_fill(borrows[sequences.with_prompt.cpu()], 0)
+    values = concatenate_items([part.values for part in (prompts, responses) if len(part.values)])
+    index = spans(starts, own)
     place = torch.empty(len(values), dtype=torch.int64)
     place[index.flip(0)] = torch.arange(len(index)).flip(0)  # the first one, where a picture is in the inputs twice
     return values.index_select(0, index.to(values.device)), place[spans(starts, counts)]

@@ -1,7 +1,8 @@
 """Layouts: rows of a rollout joined into model inputs without padding, and attention within each sequence.
 
-A row is a sequence of prompt and response, or several if its environment rewrote the context: each begins with the new
-context. Packed, all sequences of a microbatch form one row: linear layers run only on real tokens, and the attention
+A row is a sequence of prompt and response, or several if contexts were rewritten or forked: one for each branch of its
+segments, from a root to a leaf. A token that several branches have is predicted in the first one, and read in the
+others. Packed, all sequences of a microbatch form one row: linear layers run only on real tokens, and the attention
 registered here (:mod:`lightning_rl.policy.attention`) runs on each sequence separately, without a block-diagonal mask.
 The last token of a sequence predicts nothing and is left out.
 
@@ -13,22 +14,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lightning_rl.fields import first_with_items, spans
+from lightning_rl.fields import spans
 from lightning_rl.policy.attention import AUTO, PackedSequences, Shared, attend
 from lightning_rl.policy.batch_invariance import INVARIANT_ATTENTION
 from lightning_rl.policy.media import MediaInputs, media_inputs
-from lightning_rl.rollout import EXPERT_LOAD, Rollout, context_starts, join_tokens
+from lightning_rl.policy.sequences import sequences_of
+from lightning_rl.rollout import EXPERT_LOAD, Rollout, join_tokens
 from lightning_rl.utils.device import to_device
 
 PACKED_ATTENTION = "lightning_rl_packed"
@@ -87,22 +88,31 @@ GATHERED = tuple(spec.name for spec in fields(Layout) if spec.metadata)
 """Entries of ``token_extras`` that the forward reads."""
 
 
-def pack(rows: Rollout, *, packed: bool = True) -> Layout:
+def pack(rows: Rollout, *, packed: bool = True, chosen: Bool[Tensor, " s"] | None = None) -> Layout:
     """Join prompt and response of every row and locate the prediction of every valid token.
 
+    Args:
+        rows: Rows.
+        packed: False for padding on the right.
+        chosen: Sequences of the rows that predict the valid tokens, and are laid out; None for all.
+
     Raises:
-        ValueError: If a valid token is in the padding, or begins a rewritten context.
+        ValueError: If a valid token is in the padding, or begins a context.
     """
-    sequences, (row, column) = sequences_of(rows), rows.valid_tokens.nonzero(as_tuple=True)
+    sequences, (row, column) = sequences_of(rows, chosen), rows.valid_tokens.nonzero(as_tuple=True)
     if (outside := column >= rows.response_lengths.index_select(0, row)).any():
         first = int(outside.nonzero()[0, 0])
         raise ValueError(
             f"expected valid_tokens to be positions of responses, got position {column[first]} of row {row[first]}, "
             f"whose response has {rows.response_lengths[row[first]]} tokens: derive it from action_mask"
         )
-    tokens, drawn = join_tokens(rows, rows.prompt_ids, rows.response_ids), _places(rows, row, column)
+    tokens = sequences.gather(join_tokens(rows, rows.prompt_ids, rows.response_ids))
+    drawn, ends = sequences.find(row, column), sequences.lengths.cumsum(0)
+    begins = torch.zeros_like(tokens, dtype=torch.bool).index_fill(0, ends - sequences.lengths, value=True)
+    if begins.index_select(0, drawn).any():
+        raise ValueError("expected a context to begin with tokens that were read, got a sampled token")
     is_input = torch.ones_like(tokens, dtype=torch.bool)
-    is_input[sequences.lengths.cumsum(0) - 1] = sequences.lengths == 1  # the only token of a sequence is an input
+    is_input[ends - 1] = sequences.lengths == 1  # the only token of a sequence is an input
     inputs, source = tokens.masked_select(is_input), (is_input.cumsum(0) - 1).index_select(0, drawn - 1)
     lengths = sequences.inputs
     line = torch.arange(len(lengths), device=inputs.device).repeat_interleave(lengths, output_size=len(inputs))
@@ -144,7 +154,7 @@ def pack(rows: Rollout, *, packed: bool = True) -> Layout:
         shape=(len(rows), rows.width),
         shared=shared,
         expert_load=rows.extras.get(EXPERT_LOAD),
-        media=media_inputs(rows, is_input, place, size, own=own if packed else None, borrowing=sequences.row[borrows]),
+        media=media_inputs(sequences, is_input, place, size, own=own if packed else None, borrows=borrows),
         **{name: rows.token_extras[name][row, column] for name in GATHERED if name in rows.token_extras},
     )
 
@@ -153,102 +163,6 @@ def _inverse(permutation: Int[Tensor, " N"]) -> Int[Tensor, " N"]:
     """Return the place of each index in a permutation."""
     places = torch.arange(len(permutation), device=permutation.device)
     return torch.empty_like(permutation).scatter_(0, permutation, places)
-
-
-def _places(rows: Rollout, row: Int[Tensor, " A"], column: Int[Tensor, " A"]) -> Int[Tensor, " A"]:
-    """Return the positions of some response tokens in the vector of all tokens."""
-    first = (rows.prompt_lengths + rows.response_lengths).cumsum(0) - rows.response_lengths  # start of each response
-    return first.index_select(0, row) + column
-
-
-def first_with_prompt(rows: Rollout) -> Int[Tensor, " b"]:
-    """Return for each row the first one of its group, if that has the same prompt and extras; otherwise itself."""
-    first = (rows.groups[:, None] == rows.groups).to(torch.uint8).argmax(1)
-    outside = torch.arange(rows.prompt_ids.shape[1], device=first.device) >= rows.prompt_lengths[:, None]
-    alike = rows.prompt_lengths == rows.prompt_lengths[first]
-    for value in rows.prompt_items.values():
-        with_items = first_with_items(value.begins, value.counts).to(first.device)
-        alike &= with_items == with_items[first]
-    for tensor in (rows.prompt_ids, *rows.prompt_extras.values()):
-        same = tensor == tensor.index_select(0, first)
-        alike &= (same.flatten(2).all(-1) if same.dim() > 2 else same).logical_or_(outside).all(-1)
-    return torch.where(alike, first, torch.arange(len(rows), device=first.device))
-
-
-@dataclass(frozen=True, eq=False)
-class Sequences:
-    """Sequences that the model reads: one per row, and one more for each new context.
-
-    Row 0 with a new context at its token 9 of 14, and row 1 of 6 tokens: row [0, 0, 1], begin [0, 9, 0], lengths [9, 5,
-    6]. Three samples of a prompt of 5 tokens: lender [0, 0, 0], common [0, 5, 5].
-
-    Attributes:
-        rows: Rows of the sequences.
-        row: Row of each sequence.
-        begin: Index of its first token, from the start of the row's prompt.
-        lengths: Number of its tokens.
-    """
-
-    rows: Rollout
-    row: Int[Tensor, " s"]
-    begin: Int[Tensor, " s"]
-    lengths: Int[Tensor, " s"]
-
-    @cached_property
-    def inputs(self) -> Int[Tensor, " s"]:
-        """Number of tokens that the model reads: all but the last, which predicts nothing, and at least one."""
-        return (self.lengths - 1).clamp(min=1)
-
-    @cached_property
-    def lender(self) -> Int[Tensor, " s"]:
-        """Sequence that has the beginning of each one in the packed inputs, often itself."""
-        begins = (self.begin == 0).nonzero()[:, 0]
-        return torch.arange(len(self.row), device=self.row.device).index_put(
-            (begins,), begins[first_with_prompt(self.rows)]
-        )
-
-    @cached_property
-    def common(self) -> Int[Tensor, " s"]:
-        """Number of tokens, of the prompt, that each sequence shares with its lender; 0 for a lender."""
-        tokens = torch.minimum(torch.minimum(self.inputs, self.inputs[self.lender]), self.rows.prompt_lengths[self.row])
-        return torch.where(self.lender == torch.arange(len(tokens), device=tokens.device), 0, tokens)
-
-
-def sequences_of(rows: Rollout) -> Sequences:
-    """Return the sequences of rows, in order.
-
-    Raises:
-        ValueError: If a valid token begins a rewritten context.
-    """
-    if rows.segments is None:
-        lengths = rows.prompt_lengths + rows.response_lengths
-        row = torch.arange(len(rows), device=lengths.device)
-        return Sequences(rows, row, torch.zeros_like(row), lengths)
-    starts = context_starts(rows)
-    if (rows.valid_tokens & starts).any():
-        raise ValueError("expected a rewritten context to begin with tokens that were read, got a sampled token")
-    row, column = functional.pad(starts, (1, 0), value=True).nonzero(as_tuple=True)
-    begin = torch.where(column > 0, rows.prompt_lengths[row] + column - 1, 0)
-    ends = (rows.prompt_lengths + rows.response_lengths)[row]
-    follows = functional.pad(row[1:] == row[:-1], (0, 1))  # by another sequence of its row
-    return Sequences(rows, row, begin, torch.where(follows, begin.roll(-1), ends) - begin)
-
-
-def join_sequences(
-    rows: Rollout, prompt: Shaped[Tensor, "b P ..."], response: Shaped[Tensor, "b T ..."]
-) -> tuple[Shaped[Tensor, "s S ..."], Bool[Tensor, "s S"]]:
-    """Return a field of prompts and responses side by side, right-padded, as the model reads them, and a mask.
-
-    The last token of a sequence is no input. The mask is True outside of padding, at least once per sequence.
-    """
-    sequences = sequences_of(rows)
-    lengths, row = sequences.inputs, sequences.row[:, None]
-    place = torch.arange(int(lengths.max()), device=lengths.device)
-    position, number = sequences.begin[:, None] + place, rows.prompt_lengths[row]
-    from_prompt = prompt[row, position.clamp(max=prompt.shape[1] - 1)]
-    from_response = response[row, (position - number).clamp(0, response.shape[1] - 1)]
-    in_prompt = (position < number).reshape(len(row), -1, *[1] * (prompt.dim() - 2))
-    return torch.where(in_prompt, from_prompt, from_response), place < lengths[:, None]
 
 
 _FORWARD: ContextVar[str | None] = ContextVar("forward", default=None)  # "packed" or "padded" inside our forward

@@ -15,7 +15,7 @@ from lightning_rl.algorithm import Algorithm
 from lightning_rl.corrections import OUTPUTS, LossView, Outputs, ReplayCorrections, StepTrace
 from lightning_rl.distributed import Collectives
 from lightning_rl.distributed.threaded_ranks import ThreadedRanks
-from lightning_rl.policy.plan import Plan, plan_of_rows
+from lightning_rl.policy.plan import Plan, join_parts, plan_of_rows, row_of
 from lightning_rl.recording.recording import Recording
 from lightning_rl.rollout import Rollout
 from lightning_rl.rollouts.estimate_signal import estimate_advantages, exclude_rows
@@ -67,7 +67,8 @@ def _replay(recording: Recording, algorithm: Algorithm, collectives: Collectives
     replayed = _replay_signal(recording, algorithm, collectives)
     rollout, packed = replayed.rollout, recording.header["options"]["model"][ARGUMENTS]["packing"]
     trained = rollout.trained.tolist()  # this algorithm may exclude other rows
-    rows = [[[row for row in rows if trained[row]] for rows in step] for step in recording.header["plan"]]
+    planned = recording.header["plan"] if algorithm.token_wise else join_parts(recording.header["plan"])
+    rows = [[[entry for entry in rows if trained[row_of(entry)]] for rows in step] for step in planned]
     plan = plan_of_rows(rollout, rows, packed=packed)
     for number, step in enumerate(recording.header["steps"]):
         if number % recording.minibatches == 0:
@@ -127,5 +128,5 @@ def _replay_step(
         view = seen.view.sanitize()
         factor = algorithm.corrections.policy_factor(view).factor
         if factor is not None and len(microbatch.index):
-            replayed.rejected[-1][microbatch.index, : view.width] = (factor == 0) & view.valid_tokens
+            replayed.rejected[-1][microbatch.index, : view.width] |= (factor == 0) & view.valid_tokens
     return gradient.parts

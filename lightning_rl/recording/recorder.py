@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_rl.corrections import RLCallback, StepTrace
 from lightning_rl.data import StepIndex
 from lightning_rl.module import RLLightningModule
+from lightning_rl.policy.plan import RowLists
 from lightning_rl.policy.tensor_hash import fingerprint
 from lightning_rl.recording.recorded_algorithm import describe_algorithm, replayable
 from lightning_rl.recording.recording import Recording
@@ -189,7 +190,7 @@ class RecordingDraft:
         }
         self.scored: dict[int, bool] = {}
         self.rollout: Rollout | None = None
-        self.plan: list[list[list[int]]] = []
+        self.plan: RowLists = []
         self.steps: list[dict[str, Any]] = []
         self.tensors: dict[str, Tensor] = {}
 
@@ -224,7 +225,8 @@ class RecordingDraft:
                 table = self.tensors.setdefault(
                     f"pass/{trace.step // self.module.options.minibatches_per_rollout}/{name}", empty
                 )
-                table[rows.cpu(), : tensor.shape[1]] = tensor[view.real].detach().cpu()
+                row, column = view.valid_tokens[view.real].nonzero(as_tuple=True)
+                table[rows[row].cpu(), column.cpu()] = tensor[view.real][row, column].detach().cpu()
 
     def end_step(self, outputs: Mapping[str, Tensor]) -> None:
         """Store this rank's share of the loss, and the gradient norm of all ranks before clipping."""

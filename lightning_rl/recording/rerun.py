@@ -50,10 +50,9 @@ def rerun_step(module: RLLightningModule, recording: Recording) -> Rerun:
     entropy = torch.zeros_like(logprobs)
 
     def forward(microbatch: Microbatch) -> Outputs:
-        outputs, rows, width = policy(microbatch.layout), microbatch.index.cpu(), microbatch.layout.shape[1]
-        if len(rows):
-            logprobs[rows, :width] = outputs.logprobs.detach().cpu()
-            entropy[rows, :width] = outputs.entropy.detach().cpu()
+        outputs = policy(microbatch.layout)
+        microbatch.write(logprobs, outputs.logprobs.detach())
+        microbatch.write(entropy, outputs.entropy.detach())
         return outputs
 
     load_states(algorithm, steps[number]["states"] or {})

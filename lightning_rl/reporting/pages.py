@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_rl.algorithm import Algorithm
 from lightning_rl.corrections import OUTPUTS
 from lightning_rl.fields import fields_of
+from lightning_rl.policy.plan import row_of
 from lightning_rl.recording import Recording
 from lightning_rl.reporting.attribution import Attribution, attribute
 from lightning_rl.rollout import FinishReason, Rollout, turn_numbers
@@ -129,7 +130,10 @@ def _add_tokens(arrays: _Arrays, recording: Recording, attribution: Attribution,
 def _samples(recording: Recording) -> list[dict[str, Any]]:
     rollout, samples = recording.rollout, recording.header["samples"]
     steps = {
-        row: number for number, step in enumerate(recording.header["plan"]) for microbatch in step for row in microbatch
+        row_of(entry): number
+        for number, step in enumerate(recording.header["plan"])
+        for microbatch in step
+        for entry in microbatch
     }
     return [
         {

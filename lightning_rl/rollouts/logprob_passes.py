@@ -4,7 +4,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor
 
 from lightning_rl.corrections import Corrections, Stat
 from lightning_rl.policy import FrozenModel, Plan, PolicyModel
@@ -47,17 +46,17 @@ def add_logprobs(
             with corrections.forward_context(rows), recorder as routers:
                 outputs = policy(microbatch.layout, squares=True) if squares else policy(microbatch.layout)
             finite.note(outputs, rows)
-            _write(old_logprobs, microbatch.index, outputs.logprobs)
+            microbatch.write(old_logprobs, outputs.logprobs)
             if outputs.values is not None:
-                _write(values, microbatch.index, outputs.values)
+                microbatch.write(values, outputs.values)
             if outputs.sum_pi_squared is not None:
-                _write(sums, microbatch.index, outputs.sum_pi_squared)
+                microbatch.write(sums, outputs.sum_pi_squared)
             if routers is not None:
                 of_rows = routers.loads(microbatch.layout)
                 load = of_rows.new_zeros(len(rollout), of_rows.shape[1]) if load is None else load
-                _write(load, microbatch.index, of_rows)
+                load.index_add_(0, microbatch.index, of_rows[: len(microbatch.index)])
         if reference is not None:
-            _write(ref_logprobs, microbatch.index, reference.logprobs(microbatch.layout))
+            microbatch.write(ref_logprobs, reference.logprobs(microbatch.layout))
     finite.check()
     return rollout.replace(
         old_logprobs=rollout.rollout_logprobs if rollout_as_old else old_logprobs if old else None,
@@ -89,10 +88,5 @@ def environment_logprob(rollout: Rollout, policy: PolicyModel, plan_of: Callable
     rows, logprobs = rows.replace(valid_tokens=mask, trained=rows.real), torch.zeros(mask.shape)
     device = next(policy.parameters()).device
     for microbatch in plan_of(rows, minibatches=1).to(device).microbatches():
-        _write(logprobs, microbatch.index.cpu(), policy(microbatch.layout).logprobs.cpu())
+        microbatch.write(logprobs, policy(microbatch.layout).logprobs)
     return Stat.of(logprobs, mask)
-
-
-def _write(target: Tensor, index: Tensor, source: Tensor) -> None:
-    if len(index):
-        target[index, : source.shape[1]] = source.to(target.dtype)

@@ -63,12 +63,12 @@ def record_nonfinite(folder: Path, current: CurrentRollout, step: int, gradient:
 
 def _suspects(current: CurrentRollout, step: int, gradient: StepGradient) -> tuple[list[int], str]:
     microbatches, rollout = current.plan.step(step), current.rollout
-    step_rows = sorted(row for microbatch in microbatches for row in microbatch.index.tolist())
+    step_rows = sorted(current.plan.rows_of_step(step).tolist())
     nonfinite = [row for row in step_rows if row in set(_nonfinite_rows(rollout))]
     if nonfinite:
         return nonfinite, "hold a number that is not finite"
     pairs = zip(microbatches, gradient.losses, strict=False)
-    lost = sorted(row for microbatch, loss in pairs if not torch.isfinite(loss) for row in microbatch.index.tolist())
+    lost = sorted({row for microbatch, loss in pairs if not torch.isfinite(loss) for row in microbatch.index.tolist()})
     if not lost:
         return step_rows, "were trained in this step"
     parts = [name for name, part in gradient.parts.items() if name != "loss/total" and not torch.isfinite(part)]

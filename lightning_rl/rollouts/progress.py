@@ -59,7 +59,9 @@ class CurrentRollout:
         if message := self.edits():
             raise EditError(message)
 
-    def divide(self, max_tokens_per_microbatch: int, *, packed: bool, max_over_ranks: MaxOverRanks) -> "CurrentRollout":
+    def divide(
+        self, max_tokens_per_microbatch: int, *, packed: bool, by_sequence: bool, max_over_ranks: MaxOverRanks
+    ) -> "CurrentRollout":
         """Split the rows into smaller microbatches; every rank has to call this."""
         device, rollout = self.rollout.response_ids.device, self.rollout.to("cpu")
         plan = divide_plan(
@@ -67,6 +69,7 @@ class CurrentRollout:
             self.plan.rows(),
             max_tokens_per_microbatch=max_tokens_per_microbatch,
             packed=packed,
+            by_sequence=by_sequence,
             max_over_ranks=max_over_ranks,
         )
         return replace(self, plan=plan.to(device))
@@ -234,18 +237,21 @@ class Progress:
         asked, budget = self.options.max_tokens_per_microbatch, self.budget
         return budget[1] if budget is not None and budget[0] == asked else asked or MAX_TOKENS
 
-    def halve_microbatches(self, step_index: StepIndex, states: Mapping[str, Any]) -> None:
+    def halve_microbatches(self, step_index: StepIndex, states: Mapping[str, Any], *, by_sequence: bool) -> None:
         """Halve the token budget of the current rollout after memory ran out; every rank has to call this.
 
         Args:
             step_index: Step in which memory ran out.
             states: States of the corrections before the step; they are restored.
+            by_sequence: True if the sequences of a long row may lie in different microbatches.
         """
         torch.cuda.empty_cache()
         self.corrections.restore(states)
         budget = max(1, self.max_tokens_per_microbatch // 2)
         current = cast(CurrentRollout, self.current)
-        self.current = current.divide(budget, packed=self.options.packing, max_over_ranks=self.max_over_ranks)
+        self.current = current.divide(
+            budget, packed=self.options.packing, by_sequence=by_sequence, max_over_ranks=self.max_over_ranks
+        )
         self.budget = (self.options.max_tokens_per_microbatch, budget)
         rank_zero_warn(
             f"out of memory in step {step_index.step} of rollout {step_index.rollout}: the step is repeated with "

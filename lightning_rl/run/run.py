@@ -158,6 +158,7 @@ class Run:
             check_monitors(trainer, names, known=known, validates=validates)
         if data is not None:
             data.use_tokenizer(options.tokenizer)
+            data.chooser = corrections.chooser
         return replace(
             self,
             algorithm=algorithm,
@@ -415,6 +416,11 @@ class Run:
         self.loaded = {**mine, "budget": budget, "version": version, "run": state["run"]}
         self.options.engine.load_state_dict(state["engines"][self.parallel.rank] if "engines" in state else {})
         changed = [path.partition(".")[2] for path, _, _ in self.changes if path.startswith("corrections.")]
+        rows = checkpoint.get(type(self.data).__qualname__, {})
+        if any(path.startswith("data.prompts.") for path, _, _ in self.changes):  # rows have other numbers
+            changed += [callback.name for callback in self.corrections.contributors("choose_rows")]
+            rows = {}
+        self.data.load_rows(rows)  # prompts of rollouts ahead need them, before some strategies restore data modules
         self.corrections.reset(checkpoint.get("callbacks", {}), changed)
 
     def compare(self, saved: Mapping[str, Any]) -> OptimizerChange | None:

@@ -56,6 +56,7 @@ def finish_rollout(run: Run, rollout: Rollout, number: int) -> tuple[CurrentRoll
             make_plan,
             max_tokens_per_microbatch=run.progress.max_tokens_per_microbatch,
             packed=packed,
+            by_sequence=run.algorithm.token_wise,
             max_over_ranks=run.progress.max_over_ranks,
         )
         plan = plan_of(rollout, minibatches=run.options.minibatches_per_rollout)
@@ -109,7 +110,7 @@ def gradient(run: Run, step_index: StepIndex, backward: Backward) -> StepGradien
         step = accumulate(run, step_index, backward, record_out_of_memory=states is not None)
         if states is not None and process_maximum(int(step.out_of_memory)):
             run.policy.zero_grad()
-            run.progress.halve_microbatches(step_index, states)
+            run.progress.halve_microbatches(step_index, states, by_sequence=run.algorithm.token_wise)
             run.seed(step_index)
             step = accumulate(run, step_index, backward)
     except torch.OutOfMemoryError as error:

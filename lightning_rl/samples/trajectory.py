@@ -97,7 +97,7 @@ class Trajectory:
         """Return the trajectory with tokens that were read after segment ``parent``, and the completion of them.
 
         The completion's values of prompt tokens belong to the segments of its prefix: those of ``read`` to its segment,
-        and that of the last token of ``parent``, which became an input only now, to the end of that segment.
+        and that of the last token of ``parent``, if it became an input only now, to the end of that segment.
 
         Args:
             parent: Index of the last segment, :data:`PROMPT`, or None if ``read`` is a new context.
@@ -106,7 +106,8 @@ class Trajectory:
             media: Pictures among ``read``; None without.
         """
         segments, values = list(self.segments), completion.prompt_extras
-        if values and parent is not None and parent != PROMPT and segments[parent].token_ids:
+        is_first = all(segment.parent != parent for segment in segments)
+        if values and is_first and parent is not None and parent != PROMPT and segments[parent].token_ids:
             last, begins = segments[parent], {name: len(value) - len(read) for name, value in values.items()}
             ends = {name: values[name][begin - 1 : begin] for name, begin in begins.items() if name in last.extras}
             extras = {name: torch.cat([last.extras[name][:-1], end]) for name, end in ends.items()}
@@ -192,11 +193,15 @@ class Trajectory:
 
     def branches(self) -> list[tuple[int, ...]]:
         """Return the indices of the segments from each root to a leaf, in the order of the leaves."""
-        parents = {segment.parent for segment in self.segments}
-        found = list[tuple[int, ...]]()
-        for place in (place for place in range(len(self.segments)) if place not in parents):
-            path = [place]
-            while (parent := self.segments[path[-1]].parent) is not None and parent != PROMPT:
-                path.append(parent)
-            found.append(tuple(reversed(path)))
-        return found
+        return branches_of([segment.parent for segment in self.segments])
+
+
+def branches_of(parents: Sequence[int | None]) -> list[tuple[int, ...]]:
+    """Return the indices of segments from each root to a leaf, in the order of the leaves, given their parents."""
+    inner, found = set(parents), list[tuple[int, ...]]()
+    for place in (place for place in range(len(parents)) if place not in inner):
+        path = [place]
+        while (parent := parents[path[-1]]) is not None and parent != PROMPT:
+            path.append(parent)
+        found.append(tuple(reversed(path)))
+    return found

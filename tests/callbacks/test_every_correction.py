@@ -9,7 +9,7 @@ import pytest
 import torch
 from kit.host_reads import reads_within
 from kit.support import an_algorithm, ragged_rollout, run_step, view_of_rollout
-from properties.corrections import ACTS_IN_THE_POLICY, CHANGES_ON_POLICY, EXAMPLES, LOGGED_BY_THE_CORE
+from properties.corrections import ACTS_ELSEWHERE, CHANGES_ON_POLICY, EXAMPLES, LOGGED_BY_THE_CORE
 from torch import Tensor
 
 import lightning_rl.callbacks
@@ -87,7 +87,9 @@ def finished(rollout: Rollout, *callbacks: RLCallback) -> Rollout:
 def contributions_of(correction: RLCallback, rollout: Rollout) -> dict[str, Any]:
     """Everything that it contributes, at valid tokens alone."""
     found: dict[str, Any] = {}
-    for method in sorted(correction.contributes - {"observe", "forward_context"}):  # which return nothing to compare
+    for method in sorted(
+        correction.contributes - {"choose_rows", "observe", "observe_rewards", "forward_context"}
+    ):  # which return nothing to compare
         given = getattr(correction, method)(view_on(rollout, correction) if method in AT_LOSS else rollout)
         given = given.per_token if isinstance(given, LossTerm) else given
         if isinstance(given, Tensor) and given.dim() == 2:
@@ -123,7 +125,7 @@ def test_acts_off_policy_and_not_on_policy(correction: RLCallback) -> None:
     loss = loss_of(correction)
     off, on = whole_rollout(), whole_rollout(on_policy=True)
     acted = not equal(everything(off, correction, loss=loss), everything(off, loss=loss))
-    assert acted != isinstance(correction, ACTS_IN_THE_POLICY)
+    assert acted != isinstance(correction, ACTS_ELSEWHERE)
     same = equal(everything(on, correction, loss=loss, drift=0.0), everything(on, loss=loss, drift=0.0))
     assert same != isinstance(correction, CHANGES_ON_POLICY)
 
@@ -181,7 +183,7 @@ def test_the_examples_meet_truncated_rows_and_holes() -> None:
 
 
 def test_none_waits_for_an_accelerator_between_microbatches() -> None:
-    at_loss = [one for one in EXAMPLES if one.contributes & AT_LOSS and not isinstance(one, ACTS_IN_THE_POLICY)]
+    at_loss = [one for one in EXAMPLES if one.contributes & AT_LOSS and not isinstance(one, ACTS_ELSEWHERE)]
     corrections = [copy.copy(one).with_name(f"{one.name}{place}") for place, one in enumerate(at_loss)]
     rollout = whole_rollout().select(torch.arange(12))
     rollout = Corrections([one for one in corrections if "provide" in one.contributes]).provide(rollout)

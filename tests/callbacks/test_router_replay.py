@@ -33,8 +33,9 @@ from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.activation_checkpointing import Checkpointing
 from lightning_rl.policy.build import build_policy
 from lightning_rl.policy.expert_routes import ExpertReplay, MicrobatchRoutes, expert_weights, record_routes, routers_of
-from lightning_rl.policy.packing import join_sequences, pack
+from lightning_rl.policy.packing import pack
 from lightning_rl.policy.plan import plan_of_rows
+from lightning_rl.policy.sequences import join_sequences
 from lightning_rl.rollout import ROUTES
 from lightning_rl.update import accumulate_gradient
 

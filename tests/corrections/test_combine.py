@@ -16,7 +16,7 @@ from lightning_rl.callbacks import OPSM
 from lightning_rl.corrections import CONTRIBUTIONS, Corrections
 
 AT_LOSS = {"sequence_mask", "token_mask", "token_weight", "loss_term", "metrics"}
-NO_ROLLOUT = {"observe_generated", "observe_step"}  # see requests with completions, and a trace
+NO_ROLLOUT = {"observe_generated", "observe_step", "choose_rows"}  # see requests with completions, a trace, a number
 METHODS = [method for method in CONTRIBUTIONS if method != "forward_context" and method not in NO_ROLLOUT]
 METHODS.remove("replace_reward")  # of one callback alone
 

@@ -21,6 +21,7 @@ from lightning_rl.utils.mutation_guard import Fields
 
 NO_CONTRIBUTION = {"with_name", "reads_logprobs", "traces_step", "after_step"}
 RETURNS = {
+    "numbers",
     "row mask",
     "row float",
     "token mask",

@@ -18,14 +18,22 @@ from typing_extensions import override
 from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, Rollout
 from lightning_rl.advantages import GAEOverTurns
 from lightning_rl.audit import SignalAudit
-from lightning_rl.callbacks import NoEOSMask, OverlongPenalty, RouterReplay, TruncatedIS
-from lightning_rl.rollout import context_starts, segments_of, turn_numbers
+from lightning_rl.callbacks import EntropyBonus, NoEOSMask, OverlongPenalty, RouterReplay, TruncatedIS
+from lightning_rl.recording import Recording, RolloutRecorder, replay
+from lightning_rl.recording.differences import replay_differences
+from lightning_rl.rollout import Tree, segments_of, tree_of, turn_numbers
 from lightning_rl.rollouts import collector
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*pre-optimization state.*:UserWarning", "ignore:The dirpath has changed:UserWarning"
 )
 EXPLAINED = {"env/tokens", "env/rewritten", "env/logprob"}  # figures that a rewritten context has others of
+
+
+def context_starts(rollout: Rollout) -> Tensor:
+    """Mask of the first token of each new context."""
+    numbers = turn_numbers(rollout)
+    return (numbers < 0) & (numbers != torch.nn.functional.pad(numbers, (1, 0))[:, :-1])
 
 
 def data(number: int = 8, per_rollout: int = 4) -> PromptDataModule:
@@ -138,6 +146,29 @@ def test_the_audit_has_nothing_to_say(environment: type[Echo], options: dict[str
     assert "logged_metrics" not in audit.skipped
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_contexts_of_a_sample_in_different_microbatches_train_as_in_one(packing: bool, tmp_path: Path) -> None:
+    made = []
+    for budget in (4096, 8):
+        folder, audit = tmp_path / str(budget), SignalAudit(every_n_rollouts=1, mode="raise")
+        options: dict[str, Any] = {"critic": "shared", "advantages": GAEOverTurns(lam=0.9), "packing": packing}
+        callbacks = audit, RolloutRecorder(folder / "rollouts"), EntropyBonus(0.01)
+        made.append(run_of(Forgetful, *callbacks, max_tokens_per_microbatch=budget, folder=folder, **options))
+        assert audit.findings == []
+    for name, weight in made[0][2].items():
+        assert_close(made[1][2][name], weight, atol=1e-6, rtol=0)
+    for one, other in zip(made[0][1], made[1][1], strict=True):
+        figures = [{name: row[name] for name in row if "seconds" not in name} for row in (one, other)]
+        assert figures[1] == pytest.approx(figures[0], rel=1e-5, abs=1e-5)
+    recorded = [Recording.load(path) for path in sorted((tmp_path / "8" / "rollouts").glob("*.json"))]
+    assert any(
+        isinstance(entry, list) for each in recorded for step in each.header["plan"] for m in step for entry in m
+    )
+    for each in recorded:
+        (again,) = replay([each], [each.algorithm()])
+        assert not [what for what, one in replay_differences(each, again) if one is not None]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("environment", [Echo, Forgetful])
 def test_routes_of_experts_are_those_of_each_context(environment: type[Echo]) -> None:
@@ -162,8 +193,9 @@ def mark_too_late(*rows: Any, **options: Any) -> Rollout:
     return rollout.replace(segments=segments_of(later, rollout.response_lengths))
 
 
-def read_on(rollout: Rollout) -> Tensor:
-    return torch.zeros_like(rollout.action_mask)
+def read_on(rollout: Rollout) -> Tree:
+    tree = tree_of(rollout)
+    return tree._replace(parents=torch.where(tree.is_prompt, -1, torch.arange(len(tree.row)) - 1))
 
 
 @pytest.mark.nightly
@@ -172,7 +204,7 @@ def read_on(rollout: Rollout) -> Tensor:
     [
         ("lightning_rl.rollouts.collector.lay_out", lose_marks, "trained_tokens"),
         ("lightning_rl.rollouts.collector.lay_out", mark_too_late, "trained_tokens"),
-        ("lightning_rl.policy.packing.context_starts", read_on, "logprob_alignment"),
+        ("lightning_rl.policy.sequences.tree_of", read_on, "logprob_alignment"),
     ],
     ids=["marks that are lost", "marks one too late", "contexts that read on"],
 )

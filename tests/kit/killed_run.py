@@ -21,12 +21,20 @@ from typing_extensions import override
 
 from kit.ranks import TIMEOUT
 from kit.support import EOS, tiny_module, tiny_prompts, weights_of
-from lightning_rl import FakeEngine, FSDP2Strategy, RLCallback
-from lightning_rl.callbacks import AdaptiveKL, DynamicSampling, EntropyBonus, TruncatedIS
+from lightning_rl import FakeEngine, FSDP2Strategy, PromptDataModule, RLCallback
+from lightning_rl.callbacks import AdaptiveKL, Curriculum, DynamicSampling, EntropyBonus, TruncatedIS
 from lightning_rl.checkpointing import latest_checkpoint
 from lightning_rl.generation import Request
 
-RANKS = {"plain": 1, "ahead": 1, "ahead filtered": 1, "two ahead filtered": 1, "ddp": 2, "fsdp2": 2}
+RANKS = {
+    "plain": 1,
+    "ahead": 1,
+    "ahead filtered": 1,
+    "two ahead filtered": 1,
+    "ahead curriculum": 1,
+    "ddp": 2,
+    "fsdp2": 2,
+}
 """Number of processes of each kind of run."""
 
 
@@ -71,6 +79,11 @@ def main(folder: Path, kind: str, nodes: int = 1, epochs: int = 3) -> None:
     corrections: list[RLCallback] = [AdaptiveKL(0.1, as_loss=True), EntropyBonus(0.01, target=1.0), TruncatedIS()]
     if "filtered" in kind:
         corrections.append(DynamicSampling(max_rounds=3))
+    data = tiny_prompts(16, 4, validation=[[2, 3], [4]])
+    if "curriculum" in kind:
+        corrections.append(Curriculum("source"))
+        sources = {"one": [[2 + row, 3] for row in range(9)], "two": [[2 + row] for row in range(7)]}
+        data = PromptDataModule(sources, 4, validation=[[2, 3], [4]], weights={"one": 3, "two": 1})
     strategy: Any = "auto"
     if kind == "ddp":
         strategy = DDPStrategy(process_group_backend="gloo", timeout=TIMEOUT)
@@ -82,7 +95,6 @@ def main(folder: Path, kind: str, nodes: int = 1, epochs: int = 3) -> None:
         check_val_every_n_epoch=None, num_sanity_val_steps=0, limit_val_batches=1, strategy=strategy, num_nodes=nodes,
         default_root_dir=folder,
     )  # fmt: skip
-    data = tiny_prompts(16, 4, validation=[[2, 3], [4]])
     trainer.fit(module, data, ckpt_path=latest_checkpoint(folder))
     states = {callback.name: callback.state_dict() for callback in corrections}
     weights = {name: getattr(weight, "to_local", lambda w=weight: w)() for name, weight in weights_of(module).items()}

@@ -241,9 +241,7 @@ def test_a_prompt_with_other_extras_is_not_shared() -> None:
 
 def test_a_context_that_begins_with_a_drawn_token_is_refused() -> None:
     rows = with_contexts()
-    with pytest.raises(
-        ValueError, match="expected a rewritten context to begin with tokens that were read, got a sampled"
-    ):
+    with pytest.raises(ValueError, match="expected a context to begin with tokens that were read, got a sampled"):
         pack(rows.replace(valid_tokens=torch.arange(rows.width) < rows.response_lengths[:, None]))
 
 

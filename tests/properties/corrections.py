@@ -9,6 +9,7 @@ from lightning_rl import RLCallback
 from lightning_rl.callbacks import (
     OPSM,
     AdaptiveKL,
+    Curriculum,
     DivergenceMask,
     DynamicSampling,
     EntropyBonus,
@@ -66,6 +67,7 @@ EXAMPLES: list[RLCallback] = [
     TeacherKL(),
     TeacherKL(None, 0.1, as_loss=True, estimator="k2"),
     DynamicSampling(),
+    Curriculum("level"),
     EntropyBonus(0.1),
     EntropyBonus(0.1, target=0.5),
     RewardNormalization("group", "none"),
@@ -79,7 +81,7 @@ CHANGES_ON_POLICY = (
     RewardNormalization, RouterAuxLoss,
 )  # fmt: skip
 LOGGED_BY_THE_CORE = (DynamicSampling, RouterReplay)  # groups/sampled and groups/filtered; kl/rollout
-ACTS_IN_THE_POLICY = (RouterReplay,)  # and on nothing that can be seen here without one
+ACTS_ELSEWHERE = (Curriculum, RouterReplay)  # in the choice of prompts and in the policy, which are not seen here
 INF = math.inf
 BAND = {"low": (0.9, 0.99), "high": (1.1, 1.01)}
 KL = {"estimator": ("k3", "k2"), "as_loss": (False, True), "unbiased": (False, True)}
@@ -112,6 +114,10 @@ KNOBS: dict[type, dict[str, tuple[Any, Any]]] = {
     RolloutKL: {"coef": (0.1, 0.2), "estimator": ("k2", "k3")},
     AdaptiveKL: {"beta": (0.05, 0.1), "target": (0.1, 0.01), "horizon": (100, 10), **KL},
     TeacherKL: {"teacher": (None, tiny_policy), "beta": (0.5, 1.0), **KL},
+    Curriculum: {
+        "column": ("level", "source"), "temperature": (0.2, 1.0), "rate": (0.5, 0.1), "mastered": (1.0, None),
+        "correct_by": ("task", "other"),
+    },
     DynamicSampling: {"tolerance": (1e-6, 0.9), "max_rounds": (10, 2), "correct_by": ("task", "other")},
     EntropyBonus: {"coef": (0.01, 0.02), "target": (None, 9.0), "step": (0.005, 0.01)},
     RewardNormalization: {
@@ -143,4 +149,11 @@ OFF: dict[type, list[RLCallback]] = {
     RewardNormalization: [RewardNormalization("none", "none")],
     RouterAuxLoss: [RouterAuxLoss(0.0)],
 }
-WITHOUT_OFF_VALUE = {AdaptiveKL, NoEOSMask, DynamicSampling, RouterReplay, ScoreCentering}  # at 0 one could not adapt
+WITHOUT_OFF_VALUE = {
+    AdaptiveKL,
+    Curriculum,
+    NoEOSMask,
+    DynamicSampling,
+    RouterReplay,
+    ScoreCentering,
+}  # at 0 one could not adapt

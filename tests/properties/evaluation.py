@@ -39,12 +39,13 @@ def evaluate(
     callbacks: Sequence[RLCallback] = (),
     reduction: Reduction = token_mean,
     cut: Cut | None = None,
+    by_token: bool = False,
     global_sum: GlobalSum = local_sum,
     global_concat: GlobalConcat = local_values,
     entropy_coef: float = 0.1,
     value_loss: ValueLoss = ValueLoss(coef=0.5),  # noqa: B008  frozen
 ) -> Found:
-    """Loss, gradients and metrics of one step over the view, in one microbatch or cut by row numbers."""
+    """Loss, gradients and metrics of one step over the view, in one microbatch or cut by row numbers or by tokens."""
     view = provided(view, *callbacks)
     leaves = {name: view.require(name).detach().requires_grad_() for name in LEAVES}
     view = view.replace(**leaves)
@@ -56,6 +57,9 @@ def evaluate(
         value_loss=value_loss,
     )
     pieces = [(view, None)] if cut is None else [microbatch(view, rows) for rows in cut]
+    if by_token:
+        column = torch.arange(view.width)
+        pieces = [(view.replace(valid_tokens=view.valid_tokens & (column % 3 == part)), None) for part in range(3)]
     if algorithm.loss.prepares and view.prepared is None:
         with torch.no_grad():
             seen = [piece.sanitize() for piece, _ in pieces]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_rl import ClippedSurrogate, LossTerm, LossView, RLCallback, ValueLoss
 from lightning_rl.callbacks import LinearLengthPenalty
+from lightning_rl.corrections.rl_callback import CONTRIBUTIONS
 from lightning_rl.signal.reductions import REDUCTIONS
 from properties.batches import WITNESS, disturbed, few, inserted, joined, shuffled_tokens, some, views, without_columns
 from properties.evaluation import agree, evaluate, provided, same, tensor_versions
@@ -20,6 +21,7 @@ from properties.exports import CORRECTIONS, FOLLOWS, corrections_with, leaf_of, 
 
 # With context= or turns=, LinearLengthPenalty counts masked tokens by its definition.
 INSERTABLE = [LinearLengthPenalty(0.25) if isinstance(c, LinearLengthPenalty) else c for c in CORRECTIONS]
+UPDATE = [name for name, entry in CONTRIBUTIONS.items() if entry.when == "update"]
 AT_LOSS = ("sequence_mask", "token_mask", "token_weight", "loss_term")
 BEFORE = ("reward_mask", "reward_bonus", "keep_groups", "exclude", "token_reward")
 REJECTING = ("sequence_mask", "token_mask")
@@ -95,6 +97,16 @@ def test_i_04_any_cut_into_microbatches(correction: RLCallback, reduction: Any, 
     cut = [[], *(rows[start : start + size] for start in range(0, len(rows), size)), []]
     whole = evaluate(view, callbacks=[correction], reduction=reduction)
     agree(evaluate(view, callbacks=[correction], reduction=reduction, cut=cut), whole)
+
+
+TOKEN_WISE = [one for one in corrections_with(*UPDATE) if vars(type(one)).get("token_wise") and one.token_wise]
+
+
+@pytest.mark.parametrize("correction", TOKEN_WISE, ids=name_of)
+@given(view=views())
+@some
+def test_i_04_what_is_token_wise_may_be_cut_within_rows(correction: RLCallback, view: LossView) -> None:
+    agree(evaluate(view, callbacks=[correction], by_token=True), evaluate(view, callbacks=[correction]))
 
 
 @each

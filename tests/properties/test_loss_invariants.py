@@ -88,6 +88,14 @@ def test_i_04_any_cut_into_microbatches(
     agree(evaluate(view, loss=loss, reduction=reduction, cut=cut), whole)
 
 
+@pytest.mark.parametrize("name", [name for name, loss in LOSS_EXAMPLES.items() if vars(type(loss)).get("token_wise")])
+@given(view=views())
+@some
+def test_i_04_what_is_token_wise_may_be_cut_within_rows(name: str, view: LossView) -> None:
+    loss = LOSS_EXAMPLES[name]
+    agree(evaluate(view, loss=loss, by_token=True), evaluate(view, loss=loss))
+
+
 @each
 @given(view=views(), seed=st.integers(0, 99))
 @some

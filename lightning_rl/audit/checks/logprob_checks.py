@@ -46,12 +46,11 @@ def _misalignments(evidence: Evidence, name: str, field: Tensor | None, model: s
     for plain in evidence.plain:
         if field is None or plain.of != model:
             continue
-        places = slice(plain.begin, plain.begin + len(plain.logprobs))
         truth, what = plain.logprobs, "log p(response[t] given all before)"
         if name == "entropy":
             truth, what = plain.entropy, "-sum p log p over the whole vocabulary"
-        valid = evidence.rows.valid_tokens[plain.row, places]
-        gaps = torch.where(valid, (field[plain.row, places].double() - truth).abs(), 0.0)
+        valid = evidence.rows.valid_tokens[plain.row, plain.columns]
+        gaps = torch.where(valid, (field[plain.row, plain.columns].double() - truth).abs(), 0.0)
         error = float(gaps.sum() / valid.sum().clamp(min=1))
         if error > evidence.facts.tolerance:
             yield Finding(
@@ -59,7 +58,7 @@ def _misalignments(evidence: Evidence, name: str, field: Tensor | None, model: s
                 expected=f"{name} [t] = {what}, temperature {evidence.facts.temperature}",
                 observed=f"{error:.3g} nats apart on average",
                 samples=[int(evidence.rows.sample_ids[plain.row])],
-                positions=[plain.begin + int(gaps.argmax())],
+                positions=[int(plain.columns[gaps.argmax()])],
             )
             return
 

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.audit.sampling_statistics import Pair
-from lightning_rl.rollout import FinishReason, Rollout, turn_numbers
+from lightning_rl.fields import Ragged
+from lightning_rl.rollout import NO_PARENT, FinishReason, Rollout, turn_numbers
+from lightning_rl.samples import PROMPT
 from lightning_rl.testing.properties.check import check
 from lightning_rl.testing.properties.row_changes import repeats_itself
 from lightning_rl.utils.finding import Finding
@@ -66,6 +68,7 @@ class _Tokens(NamedTuple):
     responses: Array
     actions: Array
     turns: Array | None
+    segments: Ragged | None
     prompt_lengths: list[int]
     lengths: list[int]
 
@@ -78,6 +81,7 @@ class _Tokens(NamedTuple):
             rollout.response_ids.numpy(),
             rollout.action_mask.numpy(),
             None if turns is None else turns.numpy(),
+            rollout.segments,
             rollout.prompt_lengths.tolist(),
             rollout.response_lengths.tolist(),
         )
@@ -89,15 +93,16 @@ class _Tokens(NamedTuple):
         actions = self.actions[row].tolist()
         drawn = [False] * (prompt + len(actions))
         numbers = None if self.turns is None else self.turns[row, :length].tolist()
-        context, end = 0, prompt  # begin and end of the tokens of this turn
+        known, end = _contexts(self.segments, row, ids, prompt), prompt
+        context = ids[:prompt]  # of the last turn
         for number, (request, completion) in enumerate(turns, 1):
-            if numbers is not None and number > 1 and end - prompt < length and numbers[end - prompt] == 1 - number:
-                context = end
-            begin = context + len(request.prefix_ids)
-            end = begin + len(completion.token_ids)
+            context = known.get(number, context)
+            begin = end + len(request.prefix_ids) - len(context)
+            read, end = ids[end:begin], begin + len(completion.token_ids)
             drawn[begin:end] = [True] * (end - begin)
-            if number > 1 and list(request.prefix_ids) != ids[context:begin]:
+            if number > 1 and list(request.prefix_ids) != [*context, *read]:
                 return "prefix of each turn"
+            context = [*context, *read, *completion.token_ids]
             trains = len(ids) >= end and all(actions[begin - prompt : end - prompt])
             if trains and ids[begin:end] != list(completion.token_ids):
                 return "token ids"
@@ -106,6 +111,19 @@ class _Tokens(NamedTuple):
         if actions != drawn[prompt:]:
             return "sampled tokens as actions"
         return "" if len(ids) == end else "last token at the end of the row"
+
+
+def _contexts(segments: Ragged | None, row: int, ids: list[int], prompt: int) -> dict[int, list[int]]:
+    """Return the token ids that the first segment of each turn of a row follows, by the number of the turn."""
+    tree = [] if segments is None else segments.of_row(row).tolist()
+    ends = [prompt + begin for begin, _, _ in tree[1:]] + [len(ids)]
+    paths, found, before = {PROMPT: ids[:prompt], NO_PARENT: list[int]()}, dict[int, list[int]](), None
+    for place, ((begin, parent, number), end) in enumerate(zip(tree, ends, strict=False)):
+        before = paths[parent] if before is None else before
+        paths[place] = paths[parent] + ids[prompt + begin : end]
+        if number > 0:
+            found[number], before = before, None
+    return found
 
 
 def _versions_of(turns: Sequence[Pair]) -> list[int]:

@@ -226,7 +226,7 @@ class OnePromptTwice(PromptDataModule):
         return [*taken[:-1], taken[0]]
 
 
-ORDER = lightning_rl.data.data_module._order  # noqa: SLF001
+ORDER = lightning_rl.data.mixture.pass_order
 
 
 def without_the_end(self: PromptDataModule, number: int, take: Any = PromptDataModule.take) -> list[Prompt]:
@@ -328,7 +328,7 @@ FAULTS: tuple[Fault, ...] = (
         "every pass in the same order",
         "cursor of the prompts",
         options=SLOW,
-        patches=[patch.object(lightning_rl.data.data_module, "_order", lambda size, seed, _: ORDER(size, seed, 0))],
+        patches=[patch.object(lightning_rl.data.mixture, "pass_order", lambda size, seed, _: ORDER(size, seed, 0))],
         data=lambda: PromptDataModule(ROWS, 4),
         max_steps=12,
         trainer={"max_epochs": 3},
