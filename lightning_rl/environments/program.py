@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from lightning_rl.environments.chat_template import Bridge, BridgeError
 from lightning_rl.environments.conversation import PASSED, ConversationLimits, chat_span, counts_of, end_chat
@@ -59,6 +59,11 @@ class PolicyEndpoint:
     model: str = POLICY
 
     @property
+    def keyed_url(self) -> str:
+        """Base URL with the key in it, for clients that send another key or none."""
+        return f"{self.url}/{self.key}"
+
+    @property
     def environ(self) -> dict[str, str]:
         """Environment variables from which clients of OpenAI and Anthropic take URL and key."""
         return {
@@ -77,7 +82,6 @@ class ProgramResult:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
 class Program:
     """Program that calls the policy: pass it as ``environment=``, or as one by name.
 
@@ -101,18 +105,16 @@ class Program:
         60
     """
 
-    run: Callable[[Mapping[str, Any], PolicyEndpoint], Any]
-    timeout: float = 600.0
-    replayable: ClassVar[bool] = False
+    replayable = False
 
-    def __post_init__(self) -> None:
-        """Check the arguments."""
-        check_numbers(above=0, finite=True, timeout=self.timeout)
+    def __init__(self, run: Callable[[Mapping[str, Any], PolicyEndpoint], Any], timeout: float = 600.0) -> None:
+        check_numbers(above=0, finite=True, timeout=timeout)
         try:
-            inspect.signature(self.run).bind({}, None)
+            inspect.signature(run).bind({}, None)
         except TypeError as error:
             wanted = "a program to be a function of a row and a PolicyEndpoint"
-            raise ValueError(f"expected {wanted}, got {name_of(self.run)}: {error}") from error
+            raise ValueError(f"expected {wanted}, got {name_of(run)}: {error}") from error
+        self.run, self.timeout = run, timeout
 
     def __call__(self) -> "Program":
         """Return itself, as the factory of environments."""

@@ -80,27 +80,31 @@ class Gateway:
         self._handlers.pop(key, None)
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
-        path = request.path.removesuffix(COUNT.removeprefix(AnthropicMessages.route))
-        protocol = PROTOCOLS.get(path, PROTOCOLS[ChatCompletions.route])
+        key, path = key_of(request.headers), request.path
+        first, _, rest = path.removeprefix("/").partition("/")
+        if first in self._handlers:  # for clients without a key
+            key, path = first, f"/{rest}"
+        protocol = PROTOCOLS.get(path.removesuffix("/count_tokens"), PROTOCOLS[ChatCompletions.route])
         try:
-            return await self._reply(request, protocol, counts=path != request.path)
+            return await self._reply(request, path, self._handlers.get(key), protocol)
         except RefusedCall as refused:
             return web.json_response(protocol.error(refused.status, str(refused)), status=refused.status)
 
-    async def _reply(self, request: web.Request, protocol: WireProtocol, *, counts: bool) -> web.StreamResponse:
-        handler = self._handlers.get(key_of(request.headers))
+    async def _reply(
+        self, request: web.Request, path: str, handler: CallHandler | None, protocol: WireProtocol
+    ) -> web.StreamResponse:
         if handler is None:
             raise RefusedCall(401, "expected the key of a sample that is open: use the key that the program got")
-        if (request.method, request.path) == ("GET", MODELS):
+        if (request.method, path) == ("GET", MODELS):
             return web.json_response(models(POLICY))
-        if request.method != "POST" or request.path not in (*PROTOCOLS, COUNT):
+        if request.method != "POST" or path not in (*PROTOCOLS, COUNT):
             routes = ", ".join((*PROTOCOLS, COUNT, MODELS))
-            raise RefusedCall(404, f"expected one of {routes}, got {request.method} {request.path}: use one of these")
+            raise RefusedCall(404, f"expected one of {routes}, got {request.method} {path}: use one of these")
         try:
             call = protocol.read(_mapping(await request.read()))
         except ValueError as error:
             raise RefusedCall(400, str(error)) from error
-        if counts:
+        if path == COUNT:
             return web.json_response({"input_tokens": handler.count(call)})
         answer = await handler.answer(call)
         if not call.stream:
