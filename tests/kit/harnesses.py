@@ -52,10 +52,12 @@ class Client:
         finally:
             connection.close()
 
-    def __call__(self, messages: Sequence[Any], tools: Sequence[Any] = (), *, stream: bool = False) -> dict[str, Any]:
+    def __call__(
+        self, messages: Sequence[Any], tools: Sequence[Any] = (), *, stream: bool = False, **fields: Any
+    ) -> dict[str, Any]:
         """Return the message of the answer."""
         time.sleep(random.Random().random() * self.pause)
-        body = {"model": self.model.model, "messages": messages, "tools": list(tools), "stream": stream}
+        body = {"model": self.model.model, "messages": messages, "tools": list(tools), "stream": stream, **fields}
         status, said = self.post(body)
         if status != 200:
             raise RefusedError(status, json.loads(said)["error"]["message"])
