@@ -121,19 +121,33 @@ class Program:
         return self
 
     def start(self, row: Mapping[str, Any], model: PolicyEndpoint) -> "Future[Any]":
-        """Run it for one sample, in an event loop or in a thread."""
+        """Run it for one sample, in an event loop or in a thread; each of its errors is a :class:`.CallError`."""
         if inspect.iscoroutinefunction(self.run):
-            return PROGRAMS.start(self.run(row, model))
+            return PROGRAMS.start(self._run_async(row, model))
         ended: Future[Any] = Future()
 
         def call() -> None:
+            ended.set_running_or_notify_cancel()
             try:
-                ended.set_result(self.run(row, model))
-            except BaseException as error:  # noqa: BLE001  costs only its row, sys.exit too
-                ended.set_exception(error)
+                ended.set_result(self.complete(row, model))
+            except BaseException as error:  # noqa: BLE001  costs only its row, sys.exit and interrupts too
+                ended.set_exception(CallError.of(error))
 
         threading.Thread(target=call, name="program", daemon=True).start()
         return ended
+
+    async def _run_async(self, row: Mapping[str, Any], model: PolicyEndpoint) -> Any:
+        try:
+            return await self.run(row, model)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001  as above
+            raise CallError.of(error) from None
+
+    def complete(self, row: Mapping[str, Any], model: PolicyEndpoint) -> Any:
+        """Return what it returns for one sample, in this thread."""
+        value = self.run(row, model)
+        return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -170,8 +170,7 @@ class Host:
         """Run a program for one sample, and end the processes that it leaves."""
         adopt_orphans()
         try:
-            value = self._factories[name].run(row, model)
-            return asyncio.run(value) if inspect.iscoroutine(value) else value
+            return self._factories[name].complete(row, model)
         finally:
             for pid in children():
                 os.kill(pid, SIGKILL)

@@ -1,74 +1,12 @@
 """Programs that call the policy: every call is in the tree of its sample, however a harness changes its history."""
 
-from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from environments.templates import FAMILIES, close_of, tokenizer_of
-from kit.engine_requests import launch
-from kit.harnesses import HARNESSES, REFUSED, answers_of, family_script, run_harness
-from kit.support import tiny_policy
+from environments.templates import FAMILIES, tokenizer_of
+from kit.harnesses import HARNESSES, REFUSED, answers_of, check_tree, fake, opened, random_policy, run_harness
 
-from lightning_rl import Engine, FakeEngine, SamplingParams, TransformersEngine
-from lightning_rl.environments import ConversationLimits, Program, converse
-from lightning_rl.environments.program import ProgramConversation
-from lightning_rl.environments.run_environments import Environments
-from lightning_rl.generation import Request
-from lightning_rl.samples import Prompt, Trajectory
-
-SIZE = 600  # of the vocabulary
-
-
-def fake(name: str, script: Any = None) -> FakeEngine:
-    engine = FakeEngine(script or family_script(name))
-    engine.load_weights([], 0)
-    return engine
-
-
-def random_policy(name: str) -> Engine:
-    engine, model = TransformersEngine(), tiny_policy(vocab_size=SIZE, max_position_embeddings=4096)
-    launch(engine, model, tokenizer_of(name))
-    engine.load_weights(model.named_parameters(), 0)
-    return engine
-
-
-def opened(name: str, program: Program, rows: Sequence[dict[str, Any]], **limits: Any) -> list[ProgramConversation]:
-    """Conversations of rows with the chat template of a family."""
-    environments = Environments(
-        factories={"environment": program},
-        tokenizer=tokenizer_of(name),
-        close=close_of(name),
-        limits=ConversationLimits(**{"turn_tokens": 6, "turns": 100, "vocabulary": SIZE, **limits}),
-    ).check(FAMILIES[name].renderer or None)
-    sampling = SamplingParams(max_new_tokens=2000, eos_token_ids=sorted(close_of(name)))
-    found = list[ProgramConversation]()
-    for number, row in enumerate(rows):
-        request = Request(prefix_ids=(1,), sample_id=number, seed=1000 + number, sampling=sampling)
-        wanted = Trajectory(prompt=Prompt(number, (1,), row["prompt"], row), request=request)
-        conversation = environments.open(wanted)
-        assert isinstance(conversation, ProgramConversation)
-        found.append(conversation)
-    return found
-
-
-def path_ids(sample: Trajectory, place: int) -> tuple[int, ...]:
-    """Token ids from the root to a segment."""
-    segment = sample.segments[place]
-    if segment.parent is None:
-        return segment.token_ids
-    return (sample.request.prefix_ids if segment.parent == -1 else path_ids(sample, segment.parent)) + segment.token_ids
-
-
-def check_tree(conversation: ProgramConversation) -> Trajectory:
-    """Each call is a path of the tree, and each of its tokens was sampled once."""
-    sample = conversation.trajectory
-    assert sample is not None
-    calls = [(*request.prefix_ids, *completion.token_ids) for request, completion in conversation.pairs]
-    paths = [path_ids(sample, place) for place, segment in enumerate(sample.segments) if segment.sampled]
-    assert Counter(paths) == Counter(calls) and len(calls) == sample.metrics["turns"]
-    assert len({request.seed for request, _ in conversation.pairs}) == len(calls)
-    return sample
+from lightning_rl.environments import Program, converse
 
 
 def harness_rows(name: str, **columns: Any) -> list[dict[str, Any]]:

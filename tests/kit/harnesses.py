@@ -5,6 +5,7 @@ import json
 import os.path
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -14,8 +15,15 @@ from urllib.parse import urlsplit
 import pytest
 from environments.templates import FAMILIES, close_of, tokenizer_of
 
-from lightning_rl.environments.program import PolicyEndpoint
+from kit.engine_requests import launch
+from kit.support import tiny_policy
+from lightning_rl import Engine, FakeEngine, SamplingParams, TransformersEngine
+from lightning_rl.environments import ConversationLimits, Program
+from lightning_rl.environments.program import PolicyEndpoint, ProgramConversation
+from lightning_rl.environments.run_environments import Environments
+from lightning_rl.environments.workers import WorkerPool
 from lightning_rl.generation import Request
+from lightning_rl.samples import Prompt, Trajectory
 
 Ask = Callable[..., dict[str, Any]]
 SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}}
@@ -186,6 +194,7 @@ def streaming(ask: Ask, text: str, tools: Sequence[Any]) -> None:
     talk(ask, [user(text)], 4, tools, stream=True)
 
 
+Script = Callable[[Request], Sequence[int]]
 Harness = Callable[[Ask, str, Sequence[Any]], None]
 HARNESSES: dict[str, Harness] = {
     harness.__name__: harness
@@ -259,7 +268,7 @@ def answers_of(name: str) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int,
     return tuple(one for one in texts if one), tuple(one for one in called if one and "y" in tokenizer.decode(one))
 
 
-def family_script(name: str) -> Callable[[Request], Sequence[int]]:
+def family_script(name: str) -> Script:
     """Return a script of a FakeEngine, whose answers depend on the seed of the request."""
     plain, called = answers_of(name)
 
@@ -271,3 +280,60 @@ def family_script(name: str) -> Callable[[Request], Sequence[int]]:
         return str(tokenizer_of(name).decode(list(request.prefix_ids)))
 
     return script
+
+
+SIZE = 600  # of the vocabulary
+
+
+def fake(name: str, script: Script | None = None) -> FakeEngine:
+    engine = FakeEngine(script or family_script(name))
+    engine.load_weights([], 0)
+    return engine
+
+
+def random_policy(name: str) -> Engine:
+    engine, model = TransformersEngine(), tiny_policy(vocab_size=SIZE, max_position_embeddings=4096)
+    launch(engine, model, tokenizer_of(name))
+    engine.load_weights(model.named_parameters(), 0)
+    return engine
+
+
+def opened(
+    name: str, program: Program, rows: Sequence[dict[str, Any]], *, workers: WorkerPool | None = None, **limits: Any
+) -> list[ProgramConversation]:
+    """Conversations of rows with the chat template of a family."""
+    environments = Environments(
+        factories={"environment": program},
+        tokenizer=tokenizer_of(name),
+        close=close_of(name),
+        workers=workers,
+        limits=ConversationLimits(**{"turn_tokens": 6, "turns": 100, "vocabulary": SIZE, **limits}),
+    ).check(FAMILIES[name].renderer or None)
+    sampling = SamplingParams(max_new_tokens=2000, eos_token_ids=sorted(close_of(name)))
+    found = list[ProgramConversation]()
+    for number, row in enumerate(rows):
+        request = Request(prefix_ids=(1,), sample_id=number, seed=1000 + number, sampling=sampling)
+        wanted = Trajectory(prompt=Prompt(number, (1,), row["prompt"], row), request=request)
+        conversation = environments.open(wanted)
+        assert isinstance(conversation, ProgramConversation)
+        found.append(conversation)
+    return found
+
+
+def path_ids(sample: Trajectory, place: int) -> tuple[int, ...]:
+    """Token ids from the root to a segment."""
+    segment = sample.segments[place]
+    if segment.parent is None:
+        return segment.token_ids
+    return (sample.request.prefix_ids if segment.parent == -1 else path_ids(sample, segment.parent)) + segment.token_ids
+
+
+def check_tree(conversation: ProgramConversation) -> Trajectory:
+    """Each call is a path of the tree, and each of its tokens was sampled once."""
+    sample = conversation.trajectory
+    assert sample is not None
+    calls = [(*request.prefix_ids, *completion.token_ids) for request, completion in conversation.pairs]
+    paths = [path_ids(sample, place) for place, segment in enumerate(sample.segments) if segment.sampled]
+    assert Counter(paths) == Counter(calls) and len(calls) == sample.metrics["turns"]
+    assert len({request.seed for request, _ in conversation.pairs}) == len(calls)
+    return sample
