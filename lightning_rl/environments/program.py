@@ -7,6 +7,7 @@ continues an earlier call, forks from one, or begins a new context; the sample r
 import asyncio
 import inspect
 import math
+import pickle
 import threading
 import time
 import warnings
@@ -454,6 +455,8 @@ def result_of(value: Any) -> ProgramResult:
     Raises:
         ValueError: If it is no reward and no result, or a figure is not finite.
     """
+    if isinstance(value, bytes):  # of a worker process
+        value = ProgramResult(**pickle.loads(value))
     result = value if isinstance(value, ProgramResult) else ProgramResult(reward=value)
     check_figures(result.reward, result.metrics)
     return result

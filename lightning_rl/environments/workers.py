@@ -34,7 +34,7 @@ from lightning_rl.environments.environment import (
     check_figures,
 )
 from lightning_rl.environments.outcome import FailedEnvironmentsError
-from lightning_rl.environments.program import PolicyEndpoint
+from lightning_rl.environments.program import PolicyEndpoint, result_of
 from lightning_rl.environments.tools import begins_itself, schemas_of
 from lightning_rl.environments.validation import check_reset, check_step, environment_of, name_of, plain
 from lightning_rl.processes.errors import DEATH, INTERRUPT, TIMEOUT, CallError
@@ -171,7 +171,8 @@ class Host:
         adopt_orphans()
         try:
             value = self._factories[name].run(row, model)
-            return asyncio.run(value) if inspect.iscoroutine(value) else value
+            result = result_of(asyncio.run(value) if inspect.iscoroutine(value) else value)
+            return {"reward": result.reward, "metrics": dict(result.metrics)}
         finally:
             for pid in children():
                 os.kill(pid, SIGKILL)
