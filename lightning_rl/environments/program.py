@@ -298,9 +298,12 @@ class ProgramConversation:
         """
         url, key = await GATEWAY.open(self)
         begin = self._since = time.monotonic()
-        running = asyncio.wrap_future(self._start(copy_plain(self._row), PolicyEndpoint(url, key)))
+        task = self._start(copy_plain(self._row), PolicyEndpoint(url, key))
+        running = asyncio.wrap_future(task)
         try:
             while not running.done() and self._broken is None:
+                if getattr(task, "queued", False):  # for a worker process
+                    self._since = time.monotonic()
                 left = math.inf if self._open else self._left - (time.monotonic() - self._since)
                 if left <= 0:
                     raise self._late()
