@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -154,12 +153,14 @@ def conversation_figures(
 
 
 def _tokens(conversation: AuditedConversation) -> int:
-    """Return the number of tokens between answers, with all tokens of a rewritten context."""
-    return sum(
-        len(following.prefix_ids)
-        - (0 if turn in conversation.rewrites else len(request.prefix_ids) + len(completion.token_ids))
-        for turn, ((request, completion), (following, _)) in enumerate(pairwise(conversation.turns), 2)
-    )
+    """Return the number of tokens that were read behind contexts before, with all tokens of a rewritten context."""
+    total, known = 0, list[tuple[int, ...]]()
+    for turn, (request, completion) in enumerate(conversation.turns, 1):
+        prefix = request.prefix_ids
+        before = max((len(ids) for ids in known if prefix[: len(ids)] == ids), default=0)
+        total += len(prefix) - (0 if turn in conversation.rewrites else before) if known else 0
+        known += [prefix, (*prefix, *completion.token_ids)]
+    return total
 
 
 def _calls(conversation: AuditedConversation) -> int:

@@ -14,6 +14,7 @@ from lightning_rl.data.row_schema import TOOLS, own_variables
 from lightning_rl.environments import Bridge, BridgeError, Message
 from lightning_rl.environments.chat_template import MARK, SANITIZES, control_tokens, dummies
 from lightning_rl.environments.messages import REWRITTEN
+from lightning_rl.environments.program import Program
 from lightning_rl.environments.run_environments import Environments
 from lightning_rl.policy.processor import Pixels, processor_of
 from lightning_rl.testing.properties.subsample import order_of
@@ -53,11 +54,15 @@ class Written(NamedTuple):
 def unsampled_tokens(
     environments: Environments | None, conversations: Sequence[AuditedConversation], number: int
 ) -> list[Written]:
-    """Return the tokens between the answers of a few conversations in messages, which differ between rollouts."""
+    """Return the tokens between the answers of a few conversations in messages, which differ between rollouts.
+
+    None of programs, whose calls are not kept.
+    """
     found = list[Written]()
     if environments is None or environments.tokenizer is None:
         return []
-    spoken = [conversation for conversation in conversations if conversation.is_over and conversation.answers]
+    programs = {name for name, factory in environments.factories.items() if isinstance(factory, Program)}
+    spoken = [one for one in conversations if one.is_over and one.answers and one.environment not in programs]
     for conversation in sorted(spoken, key=lambda one: order_of(one.sample, number)):
         variables = own_variables(conversation.row, "a row")
         schemas = environments.schemas.get(conversation.environment) or variables.get(TOOLS, ())

@@ -15,6 +15,7 @@ from lightning_rl.environments.parsing import (
     TemplateParser,
     parser_for,
 )
+from lightning_rl.environments.program import PolicyEndpoint, Program, ProgramResult
 from lightning_rl.environments.tools import JsonTool, ObjectEnvironment, ToolEnvironment
 from lightning_rl.samples import Message
 
@@ -34,6 +35,9 @@ __all__ = [
     "MessageEnvironment",
     "ObjectEnvironment",
     "ParserError",
+    "PolicyEndpoint",
+    "Program",
+    "ProgramResult",
     "RendererParser",
     "StepResult",
     "TemplateParser",

@@ -69,11 +69,11 @@ class Bridge:
             BridgeError: If the template does not render them or drops a part of them; says why.
         """
         self.check_parts(messages, tools)
-        return self._ids(messages, tools=list(tools) or None)
+        return self.render(messages, tools)
 
-    def length(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> int:
-        """Return the number of tokens of :meth:`encode`, without its check."""
-        return len(self._ids(messages, tools=list(tools) or None))
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> list[int]:
+        """Return the ids of :meth:`encode`, without its check."""
+        return self._ids(messages, tools=list(tools) or None)
 
     def check_parts(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> None:
         """Check that the template writes the texts and calls of messages and the names of tools, where they stand.

@@ -258,12 +258,13 @@ class Conversation:
                 self._environment.close()
             else:
                 close_quietly(self._environment)
+        counts = counts_of(self._made, finish, turns=self._turns, retries=self._retries, timeouts=self._timeouts)
         self.trajectory = replace(
             self._made,
             finish=finish,
             messages=tuple(self._messages),
             opening=getattr(self._environment, "opening_length", 0),
-            metrics={**self._metrics, **self._counts(finish)},
+            metrics={**self._metrics, **counts},
             environment=self._name,
             environment_reward=math.fsum(self._rewards) if self._rewards and failure is None else None,
             seconds=self._seconds,
@@ -271,18 +272,19 @@ class Conversation:
         )
         self._span.end(failure and failure.kind, {"gen_ai.response.finish_reasons": [finish.name.lower()]})
 
-    def _counts(self, finish: FinishReason) -> dict[str, float]:
-        segments = self._made.segments
-        return {
-            "turns": float(self._turns),
-            "tokens": float(sum(len(each.token_ids) for each in segments if not each.sampled)),
-            "rewritten": float(sum(each.parent is None for each in segments)),
-            "failed": float(finish == FinishReason.FAILED),
-            "retries": float(self._retries),
-            "timeouts": float(self._timeouts),
-            "cut_by_turns": float(finish == FinishReason.TURNS),
-            "cut_by_tokens": float(finish == FinishReason.LENGTH),
-        }
+
+def counts_of(made: Trajectory, finish: FinishReason, *, turns: int, retries: int, timeouts: int) -> dict[str, float]:
+    """Return the metrics of every conversation."""
+    return {
+        "turns": float(turns),
+        "tokens": float(sum(len(each.token_ids) for each in made.segments if not each.sampled)),
+        "rewritten": float(sum(each.parent is None for each in made.segments)),
+        "failed": float(finish == FinishReason.FAILED),
+        "retries": float(retries),
+        "timeouts": float(timeouts),
+        "cut_by_turns": float(finish == FinishReason.TURNS),
+        "cut_by_tokens": float(finish == FinishReason.LENGTH),
+    }
 
 
 def chat_span(request: Request, model: str) -> Span:

@@ -9,15 +9,18 @@ from concurrent.futures import Executor
 from typing import Any
 
 from lightning_rl.environments.conversation import Conversation
+from lightning_rl.environments.program import ProgramConversation
 from lightning_rl.generation import Engine
 from lightning_rl.generation.sessions import Session
 from lightning_rl.generation.validate_completions import Answers
 from lightning_rl.samples import Trajectory
 from lightning_rl.utils.arguments import check_counts
 
+AnyConversation = Conversation | ProgramConversation
+
 
 def converse(
-    conversations: Sequence[Conversation],
+    conversations: Sequence[AnyConversation],
     engine: Engine,
     *,
     logprobs: bool = False,
@@ -49,7 +52,10 @@ def converse(
 
     async def episode(session: Session) -> None:
         for conversation in waiting:
-            await _hold(conversation, session, moves)
+            if isinstance(conversation, ProgramConversation):
+                await conversation.run(session)
+            else:
+                await _hold(conversation, session, moves)
 
     number = len(conversations) if limit is None else min(limit, len(conversations))
     try:
@@ -80,7 +86,7 @@ class Moves:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._busy: set[Conversation] = set()  # their environments are running
+        self._busy: set[AnyConversation] = set()  # their environments are running
         self._abandoned = False
 
     def run(self, conversation: Conversation, move: Callable[..., None], *arguments: Any) -> None:
@@ -98,7 +104,7 @@ class Moves:
             if abandoned:
                 conversation.abandon()
 
-    def abandon(self, conversations: Sequence[Conversation]) -> None:
+    def abandon(self, conversations: Sequence[AnyConversation]) -> None:
         """Close every environment; running ones are closed when they return."""
         with self._lock:
             self._abandoned = True

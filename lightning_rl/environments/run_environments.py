@@ -17,7 +17,8 @@ from lightning_rl.environments.environment import Environment, TokenEnvironment
 from lightning_rl.environments.generators import refuse_draws
 from lightning_rl.environments.messages import MessageEnvironment
 from lightning_rl.environments.outcome import DEFAULT, REWARD_COLUMNS
-from lightning_rl.environments.parsing import QUESTION, AnswerParser, ParserSource, parser_for, plain_text
+from lightning_rl.environments.parsing import QUESTION, AnswerParser, ParserError, ParserSource, parser_for, plain_text
+from lightning_rl.environments.program import Program, ProgramConversation
 from lightning_rl.environments.tools import ObjectEnvironment, Tool, ToolEnvironment, begins_itself, schemas_of
 from lightning_rl.environments.validation import environment_of
 from lightning_rl.environments.workers import RemoteEnvironment, WorkerPool
@@ -118,7 +119,7 @@ class Environments:
             return None
         bridge, schemas = self.bridge(name, prompt.variables), self.schemas[name] or prompt.variables.get(TOOLS, ())
         further = 0 if prompt.media is None else len(prompt.token_ids) - len(prompt.media.engine_ids)
-        return bridge.length(_question_of(prompt, name), schemas) + further
+        return len(bridge.render(_question_of(prompt, name), schemas)) + further
 
     def _reset_length(self, name: str, prompt: Prompt) -> int | None:
         """Return the number of tokens of the first messages of an environment's own reset; None if it is not known."""
@@ -153,12 +154,35 @@ class Environments:
             self._parsers[key] = parser_for(self.tokenizer, self.tool_parser, options)
         return self._parsers[key]
 
-    def open(self, wanted: Trajectory, model: str = "") -> Conversation:
+    def open(self, wanted: Trajectory, model: str = "") -> Conversation | ProgramConversation:
         """Return the conversation of a sample without segments; ``model`` is the name of the policy in spans."""
         name, seed = self.name_for(wanted.prompt), environment_seed(self.seed, wanted.prompt.index)
+        if isinstance(program := self.factories[name], Program):
+            variables, workers = wanted.prompt.variables, self.workers
+            start = None if workers is None else partial(workers.start, name)
+            bridge, parser = self.bridge(name, variables), partial(self._program_parser, variables)
+            return ProgramConversation(program, wanted, self.limits, bridge, parser, name, model=model, start=start)
         make = self._maker(name)
         again = lambda: self.in_tokens(make(), wanted.prompt)  # noqa: E731
         return Conversation(None, wanted, self.limits, name, again, seed=seed, model=model)
+
+    def _program_parser(self, variables: Mapping[str, Any], tools: Sequence[Message]) -> AnswerParser:
+        """Return the parser of answers to a call; without tools they are text if nothing reads tool calls.
+
+        Raises:
+            ParserError: If no parser reads the tool calls of the chat template.
+        """
+        try:
+            return replace(self, parses=True).parser(variables)
+        except ParserError:
+            if tools:
+                raise
+            return plain_text(cast(PreTrainedTokenizerBase, self.tokenizer), self.close)
+
+    def _check_program(self, name: str, variables: Mapping[str, Any]) -> None:
+        """Check that the chat template writes messages of users between answers; raise BridgeError if not."""
+        if wrong := self.bridge(name, variables).check("user"):
+            raise BridgeError(f"no bridge over user messages for environment {name}: {'; '.join(wrong)}")
 
     def _maker(self, name: str) -> Factory:
         """Return the function that creates the environment of a conversation, for each try."""
@@ -206,7 +230,10 @@ class Environments:
                 answer.
         """
         found, own, resets, calls = dict[str, Sequence[Mapping[str, Any]]](), set[str](), set[str](), False
-        for name in self.factories:
+        for name, factory in self.factories.items():
+            if isinstance(factory, Program):
+                self._check_program(name, {} if prompt is None else prompt.variables)
+                continue
             made = environment_of(self._maker(name)())
             close_quietly(made)  # it was never reset
             if not isinstance(made, Environment):

@@ -6,13 +6,15 @@ started are killed with it.
 
 import contextlib
 import dataclasses
+import os
 import pickle
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from signal import SIGKILL
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -30,6 +32,7 @@ from lightning_rl.environments.environment import (
     check_figures,
 )
 from lightning_rl.environments.outcome import FailedEnvironmentsError
+from lightning_rl.environments.program import PolicyEndpoint, result_of
 from lightning_rl.environments.tools import begins_itself, schemas_of
 from lightning_rl.environments.validation import check_reset, check_step, environment_of, name_of, plain
 from lightning_rl.processes.errors import DEATH, INTERRUPT, TIMEOUT, CallError
@@ -38,6 +41,7 @@ from lightning_rl.processes.worker import adopt_orphans, children, reap
 from lightning_rl.rollout import FinishReason
 from lightning_rl.utils.tracing import carrier
 
+UNLIMITED = 1e7  # seconds
 CLOSE_SECONDS = 5.0  # for an environment to close after a failure
 
 
@@ -115,6 +119,10 @@ class WorkerPool(Pool):
         kind = RemoteEnvironment if description.uses_messages else RemoteTokenEnvironment
         return kind(self, name, description, budget)
 
+    def start(self, name: str, row: Mapping[str, Any], model: PolicyEndpoint) -> "Future[Any]":
+        """Run a program for one sample in a worker, which is killed if the future is cancelled."""
+        return self.submit(_task("run", name, dict(row), model), UNLIMITED)
+
     def budget(self) -> Budget:
         """Return the time of the environment of one sample."""
         return Budget(self.conversation_seconds)
@@ -127,7 +135,7 @@ class WorkerPool(Pool):
 class Host:
     """Runs one environment of the factories at a time, in a worker, and returns plain values."""
 
-    def __init__(self, factories: Mapping[str, Callable[[], Any]]) -> None:
+    def __init__(self, factories: Mapping[str, Any]) -> None:
         self._factories = factories
         self._environment: Environment | TokenEnvironment | None = None
 
@@ -155,6 +163,17 @@ class Host:
         torch.manual_seed(seed % 2**63)
         self._environment = made = environment_of(self._factories[name]())
         return check_reset(made, made.reset(row, seed))
+
+    def run(self, name: str, row: Mapping[str, Any], model: PolicyEndpoint) -> Any:
+        """Run a program for one sample, and end the processes that it leaves."""
+        adopt_orphans()
+        try:
+            result = result_of(self._factories[name].complete(row, model))
+            return {"reward": result.reward, "metrics": dict(result.metrics)}
+        finally:
+            for pid in children():
+                os.kill(pid, SIGKILL)
+            reap()
 
     def step(self, *answer: Any) -> Mapping[str, Any]:
         """Pass an answer to the environment and return the fields of its reply."""

@@ -190,6 +190,11 @@ class _Task(Future[Any]):
         self._lock, self.abandoned = lock, False
         self.worker: Worker | None = None
 
+    @property
+    def queued(self) -> bool:
+        """True while no worker has it."""
+        return self.worker is None and not self.done()
+
     @override
     def cancel(self) -> bool:
         with self._lock:

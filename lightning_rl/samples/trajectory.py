@@ -132,6 +132,23 @@ class Trajectory:
             prompt_extras=self.prompt_extras if self.segments else values,
         )
 
+    def find(self, prefix: Sequence[int]) -> tuple[int | None, tuple[int, ...]]:
+        """Return the segment that a prefix continues, and its ids after that segment, as for :meth:`extend`.
+
+        It is the last segment of the longest path that the prefix begins with, the newest among equals; None if the
+        prefix begins with none, so that it is a new context.
+        """
+        prefix, begins = tuple(prefix), self.request.prefix_ids
+        reached: dict[int, int] = {PROMPT: len(begins)} if prefix[: len(begins)] == begins else {}
+        for place, segment in enumerate(self.segments):
+            begin = 0 if segment.parent is None else reached.get(segment.parent)
+            if begin is not None and prefix[begin : begin + len(segment.token_ids)] == segment.token_ids:
+                reached[place] = begin + len(segment.token_ids)
+        if not reached:
+            return None, prefix
+        parent = max(reached, key=lambda place: (reached[place], place))
+        return parent, prefix[reached[parent] :]
+
     def media_of(self, parent: int | None, read: Sequence[int], media: Media | None) -> Media | None:
         """Return the pictures of the prefix that ends with tokens that were read after segment ``parent``.
 

@@ -29,7 +29,7 @@ def conversation(
     sampling = SamplingParams(max_new_tokens=8, eos_token_ids=(9,))
     pairs = [
         (
-            Request(prefix_ids=(1,) * prefix, sample_id=5, seed=0, sampling=sampling, turn=turn),
+            Request(prefix_ids=(2,) * prefix, sample_id=5, seed=0, sampling=sampling, turn=turn),
             Completion(token_ids=(2,) * drawn, logprobs=None, version=0, finish=FinishReason.STOP),
         )
         for turn, (prefix, drawn) in enumerate(turns)

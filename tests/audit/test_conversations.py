@@ -11,6 +11,7 @@ from lightning_rl.audit import CHECKS
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.generation import Completion, Request, request_seed, turn_seed
 from lightning_rl.rollout import TURN_REWARDS, segments_of
+from lightning_rl.samples.seeds import call_seed
 
 
 def pairs_of(
@@ -39,6 +40,9 @@ def test_every_turn_has_the_seed_of_its_run_rollout_sample_and_number() -> None:
     for expected, (seeds, numbers) in cases.items():
         found = CHECKS["turn_order"](replace(evidence, batches=[pairs_of(40, seeds, numbers)]))
         assert [finding.expected for finding in found] == ([expected] if expected else [])
+    calls = [call_seed(first, (2,) * (turn + 1), 0) for turn in range(2)]  # of a program
+    assert CHECKS["turn_order"](replace(evidence, batches=[pairs_of(40, calls)])) == []
+    assert len(CHECKS["turn_order"](replace(evidence, batches=[pairs_of(40, calls[:1] * 2)]))) == 1
     earlier = replace(evidence, number=2, batches=[pairs_of(40, cases[""][0])])
     assert len(CHECKS["turn_order"](earlier)) == 1, "the same request in another rollout has another seed"
 

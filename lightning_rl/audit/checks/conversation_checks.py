@@ -1,6 +1,6 @@
 """Checks of conversations: turns and their seeds, tool calls, rewards, and tokens that must not train."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf, isclose
@@ -16,6 +16,7 @@ from lightning_rl.environments import ConversationLimits
 from lightning_rl.environments.outcome import REWARD_COLUMNS
 from lightning_rl.generation import request_seed, turn_seed
 from lightning_rl.rollout import TOKEN, TURN_REWARDS, segments_of, turn_numbers
+from lightning_rl.samples.seeds import call_seed
 from lightning_rl.testing.properties.check import check
 from lightning_rl.testing.properties.comparisons import Skip, differences
 from lightning_rl.testing.properties.definitions import figure_of
@@ -32,6 +33,8 @@ ENVIRONMENT_REWARD = REWARD_COLUMNS[1]
 def turn_order(evidence: Evidence) -> Iterator[Finding]:
     """Turns of a conversation are numbered from 0, each drawn with the seed of its rollout, sample and turn.
 
+    A call of a program has the seed of its rollout, sample and prefix.
+
     So tokens do not depend on the driver or on the order of environments. The first turn has the seed of a single-turn
     sample.
     """
@@ -40,12 +43,24 @@ def turn_order(evidence: Evidence) -> Iterator[Finding]:
         first = turns[0][0].seed
         if [request.turn for request, _ in turns] != list(range(len(turns))):
             wrong["turns 0, 1, 2, ... of each sample"].append(sample)
+        elif _are_calls(evidence, sample):
+            continue
         elif any(request.seed != turn_seed(first, request.turn) for request, _ in turns):
             wrong["the seed of its sample and turn at every request"].append(sample)
         elif seed is not None and first != request_seed(seed, evidence.number, sample):
             wrong["the seed of its run, rollout and sample at every first request"].append(sample)
     for expected, samples in wrong.items():
         yield Finding(expected=expected, observed=f"{len(samples)} others", samples=samples[:4])
+
+
+def _are_calls(evidence: Evidence, sample: int) -> bool:
+    """Return True if the turns of a sample have the seeds of calls of a program."""
+    requests, repeats = [request for request, _ in evidence.turns[sample]], Counter[tuple[int, ...]]()
+    first, right = request_seed(evidence.facts.seed or 0, evidence.number, sample), list[int]()
+    for request in requests:
+        right.append(call_seed(first, request.prefix_ids, repeats[request.prefix_ids]))
+        repeats[request.prefix_ids] += 1
+    return sorted(request.seed for request in requests) == sorted(right)
 
 
 @check(
@@ -154,27 +169,39 @@ def written_turns(evidence: Evidence) -> Iterator[Finding | Skip]:
 def turn_limits(evidence: Evidence) -> Iterator[Finding]:
     """A turn may draw the remaining tokens of its conversation, up to the limits of a turn and of the context.
 
-    Environment tokens count for the context only. No conversation exceeds its number of turns.
+    Environment tokens count for the context only. No conversation exceeds its number of turns. Calls of a program may
+    draw less, and the maximum is that of each context.
     """
     limits, wrong = evidence.facts.limits, defaultdict[str, list[int]](list)
     if limits is None:
         return
     for sample, turns in evidence.turns.items():
-        rooms = _rooms(turns, evidence.facts.max_new_tokens, limits)
+        calls = _are_calls(evidence, sample)
+        rooms = _rooms(turns, evidence.facts.max_new_tokens, limits, calls=calls)
         if len(turns) > limits.turns:
             wrong[f"at most {limits.turns} turns of a conversation"].append(sample)
-        elif any(request.sampling.max_new_tokens != room for (request, _), room in rooms):
+        elif any(
+            request.sampling.max_new_tokens > room or (request.sampling.max_new_tokens < room and not calls)
+            for (request, _), room in rooms
+        ):
             wrong["requests for what is left of the tokens of each conversation, turn and context"].append(sample)
     for expected, samples in wrong.items():
         yield Finding(expected=expected, observed=f"others in {len(samples)} conversations", samples=samples[:4])
 
 
-def _rooms(turns: Sequence[Pair], left: int, limits: ConversationLimits) -> Iterator[tuple[Pair, float]]:
-    """Yield each turn with the number of tokens that it may draw, of those that are left of all turns."""
-    for request, completion in turns:
+def _rooms(
+    turns: Sequence[Pair], whole: int, limits: ConversationLimits, *, calls: bool
+) -> Iterator[tuple[Pair, float]]:
+    """Yield each turn with the number of tokens that it may draw, of those of all turns, or of its context's calls."""
+    for number, (request, completion) in enumerate(turns):
+        before = [(*one.prefix_ids, *answer.token_ids) if calls else () for one, answer in turns[:number]]
+        drawn = sum(
+            len(answer.token_ids)
+            for ids, (_, answer) in zip(before, turns, strict=False)
+            if request.prefix_ids[: len(ids)] == ids
+        )
         length = (limits.length or inf) - len(request.prefix_ids)
-        yield (request, completion), min(left, limits.turn_tokens or inf, length)
-        left -= len(completion.token_ids)
+        yield (request, completion), min(whole - drawn, limits.turn_tokens or inf, length)
 
 
 @check(

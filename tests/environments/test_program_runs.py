@@ -1,0 +1,121 @@
+"""Runs whose samples are programs that call the policy: they train, resume, evaluate, and pass the audit."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.chats import CHAT, COLOURS, chat_prompts
+from kit.harnesses import Client, at_once, user
+from kit.support import fit, recorder, tiny_module, weights_of
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.testing import assert_close
+
+from lightning_rl import PromptDataModule, RLLightningModule, Rollout
+from lightning_rl.audit import SignalAudit
+from lightning_rl.callbacks import TruncatedIS
+from lightning_rl.environments import Program, ProgramResult
+from lightning_rl.environments.program import PolicyEndpoint
+from lightning_rl.recording import Recording, RolloutRecorder, replay
+from lightning_rl.recording.differences import replay_differences
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*pre-optimization state.*:UserWarning", "ignore:The dirpath has changed:UserWarning"
+)
+QUESTIONS = ("look one", "look two")
+
+
+def appending(row: Mapping[str, Any], model: PolicyEndpoint) -> float:
+    """Ask three times, at most for two tokens the second time."""
+    ask, messages = Client(model), list(row["prompt"])
+    for limit in (None, 2, None):
+        messages += [ask(messages, max_tokens=limit), user("red")]
+    return 0.25 * len({word for message in messages for word in message["content"].split()})
+
+
+def editing(row: Mapping[str, Any], model: PolicyEndpoint) -> float:
+    """Replace the text of an answer, and write one where the policy wrote none."""
+    ask, messages = Client(model), list(row["prompt"])
+    messages += [ask(messages), user("red")]
+    messages += [{"role": "assistant", "content": "blue"}, user("not")]
+    messages += [ask(messages), user("green")]
+    return 0.25 * len(set(ask(messages)["content"].split()))
+
+
+def forking(row: Mapping[str, Any], model: PolicyEndpoint) -> ProgramResult:
+    """Ask, have two sub-agents answer, go on, and begin again with another answer."""
+    ask, messages = Client(model), list(row["prompt"])
+    messages += [ask(messages), user("red")]
+
+    def work(place: int) -> list[Any]:
+        question = [*messages[:-1], user(QUESTIONS[place])]
+        return [*question, ask(question), user("?")]
+
+    words = at_once(work)
+    messages += [ask(messages), user("not")]
+    last = ask([*messages[:1], {"role": "assistant", "content": "blue"}, user("green")])
+    found = set(" ".join([*words, str(last["content"])]).split())
+    return ProgramResult(reward=0.25 * len(found), metrics={"words": len(found)})
+
+
+def module_of(program: Any = forking, **options: Any) -> RLLightningModule:
+    kept = {name: value for name, value in CHAT.items() if name != "max_turns"}
+    return tiny_module(
+        **{
+            **kept,
+            "environment": Program(program, timeout=60),
+            "max_new_tokens": 40,
+            "minibatches_per_rollout": 2,
+            **options,
+        }
+    )
+
+
+@pytest.mark.parametrize("program", [appending, editing, forking])
+def test_rows_of_programs_train_and_the_audit_finds_nothing(program: Any, tmp_path: Path) -> None:
+    seen, audit = list[Rollout](), SignalAudit(every_n_rollouts=1, mode="raise")
+    callbacks = [recorder(seen)("seen"), audit]
+    fit(
+        module_of(program),
+        data=chat_prompts(8),
+        callbacks=callbacks,
+        default_root_dir=tmp_path,
+        logger=CSVLogger(tmp_path),
+    )
+    assert audit.findings == [] and len(seen) == 2 and "logged_metrics" not in audit.skipped
+    for rollout in seen:
+        ours, drawn = rollout.require("old_logprobs"), rollout.action_mask
+        assert drawn.any() and rollout.rewards.std() > 0
+        if rollout is seen[0]:
+            assert_close(ours[drawn], rollout.require("rollout_logprobs")[drawn], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_resume_is_bitwise_with_programs_in_flight(tmp_path: Path, max_staleness: int) -> None:
+    def run(folder: Path, ckpt_path: Path | None = None) -> RLLightningModule:
+        module = module_of(max_staleness=max_staleness)
+        saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        options: dict[str, Any] = {"enable_checkpointing": True, "ckpt_path": ckpt_path}
+        fit(module, data=chat_prompts(12), callbacks=[saving, TruncatedIS()], default_root_dir=folder, **options)
+        return module
+
+    whole = weights_of(run(tmp_path / "whole"))
+    for step in (1, 3, 4):
+        resumed = weights_of(run(tmp_path / f"from-{step}", tmp_path / "whole" / f"step={step}.ckpt"))
+        assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_an_evaluation_runs_programs_and_a_recording_of_them_replays_bitwise(tmp_path: Path) -> None:
+    module, rows = (
+        module_of(minibatches_per_rollout=3),
+        [{"prompt": [user(f"say {color} ?")], "place": 0} for color in COLOURS],
+    )
+    data = PromptDataModule(rows, 3, shuffle=False, validation=rows)
+    trainer = fit(module, data=data, callbacks=[RolloutRecorder(tmp_path)])
+    (figures,) = trainer.validate(module, data, verbose=False)
+    assert figures["val/reward/EnvironmentReward"] > 0
+    for recording in [Recording.load(path) for path in sorted(tmp_path.glob("*.json"))]:
+        (found,) = replay([recording], [recording.algorithm()])
+        assert [one for _, one in replay_differences(recording, found) if one is not None] == []
