@@ -89,13 +89,11 @@ def test_an_agent_of_a_package_trains_unmodified(name: str) -> None:
     assert (turns > 1).sum() > 8  # answers after results of the tool
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("seed", [0, 1])
 def test_the_recipe_learns_to_call_the_tool(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["openai_agents.py", "--tiny", f"--seed={seed}"])
+    monkeypatch.setattr(sys, "argv", ["openai_agents.py", "--tiny"])
     runpy.run_path(str(RECIPES / "openai_agents.py"), run_name="__main__")
     figures = re.search(r"accuracy before=(\d\.\d{3}) after=(\d\.\d{3})\n?$", capsys.readouterr().out)
-    assert figures and float(figures[1]) <= 0.4 and float(figures[2]) >= 0.8
+    assert figures and float(figures[1]) <= 0.2 and float(figures[2]) >= 0.7
