@@ -48,7 +48,7 @@ SITE ?= mkdocs-material==9.8.1 mkdocstrings-python==2.0.11 latex2mathml==3.81.1
 SITE_BIN := .venv-docs/bin
 SITE_INSTALLED := .venv-docs/.installed
 MODEL := models/SmolLM2-135M-Instruct
-ADAPTERS := gem openenv reasoning-gym textarena
+ADAPTERS := agents gem openenv reasoning-gym textarena
 VLLM_NIGHTLY := $(shell grep -l mark.nightly tests/vllm/test_*.py)
 PYTHON_OF_GPU ?= $(BIN)/python
 LOCK := requirements.lock
@@ -122,7 +122,7 @@ bench-trl: $(INSTALLED) $(TRL_INSTALLED) ## Compare recipes translated from TRL 
 docs: $(SITE_INSTALLED) ## Build the documentation site into build/docs/site; a warning or a dead link is an error
 	$(SITE_BIN)/python docs/site.py
 
-test-adapters: $(ADAPTERS:%=test-%) ## Tests of the adapters, each with its package in a separate environment
+test-adapters: $(ADAPTERS:%=test-%) ## Tests of the adapters and of agents, each with its package in a separate environment
 
 $(ADAPTERS:%=test-%): test-%: .venv-adapters/%/.installed
 	$(<D)/bin/python -m pytest -m "not nightly" tests/recipes/test_$(subst -,_,$*).py

@@ -47,6 +47,7 @@ NEEDS = {
     "ReasoningGym": "reasoning_gym",
     "GemEnvironment": "gem",
     "TextArenaEnvironment": "textarena",
+    "Program(": "openai",
 }
 
 # What a block says lies beside it.
