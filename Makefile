@@ -27,8 +27,8 @@ VLLM_INSTALLED := .venv-vllm/.installed
 VERIFIERS ?= verifiers==0.4.0
 VERIFIERS_BIN := .venv-verifiers/bin
 VERIFIERS_INSTALLED := .venv-verifiers/.installed
-VERIFIERS_TESTS = $(VERIFIERS_BIN)/pytest $(WATCHED) tests/environments/adapters/test_completion_server.py \
-	tests/environments/adapters/test_program.py tests/environments/adapters/test_verifiers.py \
+VERIFIERS_TESTS = $(VERIFIERS_BIN)/pytest $(WATCHED) \
+	tests/environments/adapters/test_verifiers.py \
 	tests/test_docs_blocks.py -k 'not docs_blocks or environments.md'
 PROGRAM_TESTS = $(BIN)/pytest $(PARALLEL) $(WATCHED) -m "not nightly" tests/rewards/test_sandbox.py \
 	tests/rewards/test_code.py tests/reporting/test_browser.py tests/test_docs_blocks.py -k 'not docs_blocks or rewards.md'

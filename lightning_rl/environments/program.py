@@ -9,6 +9,7 @@ import inspect
 import itertools
 import math
 import operator
+import pickle
 import threading
 import time
 import warnings
@@ -26,7 +27,7 @@ from lightning_rl.environments.gateway.calls import Call, CallAnswer
 from lightning_rl.environments.gateway.contexts import Contexts, with_call_ids
 from lightning_rl.environments.gateway.gateway import GATEWAY, POLICY, RefusedCall
 from lightning_rl.environments.messages import message_of
-from lightning_rl.environments.parsing import AnswerParser, ParserError, plain_text, truncated_parser
+from lightning_rl.environments.parsing import AnswerParser, plain_text, truncated_parser
 from lightning_rl.generation import Completion, Request
 from lightning_rl.generation.sessions import Session
 from lightning_rl.processes.errors import TIMEOUT, CallError
@@ -229,7 +230,7 @@ class ProgramConversation:
         wanted: Sample without segments.
         limits: Limits of the calls. ``max_new_tokens`` of the request limits the sampled tokens of each context.
         bridge: Chat template.
-        parser: Function that returns the parser of answers to a call with tools; may raise ParserError.
+        parser: Function that returns the parser of answers to a call with tools.
         name: Name of the environment in metrics.
         model: Name of the policy in spans.
         start: Function that runs it for one sample; by default in this process.
@@ -271,8 +272,7 @@ class ProgramConversation:
         self._repeats: Counter[tuple[int, ...]] = Counter()
         self._limit: FinishReason | None = None  # that refused the last call
         self._open: set[asyncio.Task[Any]] = set()  # calls
-        self._broken: BaseException | None = None  # error of the engine
-        self._fault: Exception | None = None  # of the parser
+        self._broken: Exception | None = None  # error of the engine, or of the parser as CallError
         self._left, self._since = self._program.timeout, time.monotonic()
 
     async def run(self, session: Session) -> None:
@@ -300,13 +300,13 @@ class ProgramConversation:
         begin = self._since = time.monotonic()
         running = asyncio.wrap_future(self._start(copy_plain(self._row), PolicyEndpoint(url, key)))
         try:
-            while not running.done():
-                if (error := self._broken or self._fault) is not None:
-                    raise error
+            while not running.done() and self._broken is None:
                 left = math.inf if self._open else self._left - (time.monotonic() - self._since)
                 if left <= 0:
                     raise self._late()
                 await asyncio.wait([running], timeout=min(left, 1.0))
+            if self._broken is not None:
+                raise self._broken
             if running.cancelled():
                 raise CallError("CancelledError", "the program cancelled itself")
             return result_of(running.result())
@@ -330,7 +330,7 @@ class ProgramConversation:
         Raises:
             BaseException: Error of the engine, which ends the run.
         """
-        if self._broken is not None:
+        if self._broken is not None and not isinstance(self._broken, CallError):
             raise self._broken
         if self._limit is not None and self._calls:
             self._end(ProgramResult())
@@ -349,14 +349,15 @@ class ProgramConversation:
             raise RuntimeError("expected a sample that has begun, got a call before")
         begin = self._event()
         prefix, room = self._room(call)
+        first = self._wanted.request
         try:
-            parse = self._parser(call.tools)
-        except ParserError as error:
+            parse, stop = self._parser(call.tools), (*first.sampling.stop, *call.stop)
+            sampling = replace(first.sampling, max_new_tokens=room, stop=stop)
+        except ValueError as error:
             raise RefusedCall(400, str(error)) from error
         self._warn(call.ignored)
         number, repeat = self._number, self._repeats[prefix]
         self._number, self._repeats[prefix] = number + 1, repeat + 1
-        first = self._wanted.request
         request = replace(
             first,
             prefix_ids=prefix,
@@ -364,7 +365,7 @@ class ProgramConversation:
             turn=number,
             attempt=self._retries,
             seed=call_seed(first.seed, prefix, repeat),
-            sampling=replace(first.sampling, max_new_tokens=room, stop=(*first.sampling.stop, *call.stop)),
+            sampling=sampling,
         )
         span = chat_span(request, self._model)
         try:
@@ -379,8 +380,8 @@ class ProgramConversation:
         self._calls.append(
             Exchanged(request=request, completion=completion, messages=messages, begin=begin, end=self._event())
         )
-        if self._fault is not None:
-            raise RefusedCall(500, f"the answer could not be parsed: {self._fault}") from self._fault
+        if self._broken is not None:
+            raise RefusedCall(500, f"the answer could not be parsed: {self._broken}")
         if completion.finish == FinishReason.ABORT:
             raise RefusedCall(400, "the engine aborted the answer: the sample ends")
         self._contexts.add(prefix, answer)
@@ -444,7 +445,7 @@ class ProgramConversation:
         try:
             parsed = parse(*asked)
         except Exception as error:  # noqa: BLE001  a function of a user may raise anything
-            self._fault = error
+            self._broken = CallError.of(error)
         else:
             answer = answer if parsed.errors else parsed
         answer = replace(answer, finish=completion.finish, token_ids=completion.token_ids)
@@ -519,6 +520,8 @@ def result_of(value: Any) -> ProgramResult:
     Raises:
         ValueError: If it is no reward and no result, or a figure is not finite.
     """
+    if isinstance(value, bytes):  # of a worker process
+        value = ProgramResult(**pickle.loads(value))
     result = value if isinstance(value, ProgramResult) else ProgramResult(reward=value)
     check_figures(result.reward, result.metrics)
     return result

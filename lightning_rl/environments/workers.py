@@ -4,10 +4,8 @@ A conversation leases a worker of the pool (:mod:`lightning_rl.processes.pool`) 
 started are killed with it.
 """
 
-import asyncio
 import contextlib
 import dataclasses
-import inspect
 import os
 import pickle
 import random
@@ -34,7 +32,7 @@ from lightning_rl.environments.environment import (
     check_figures,
 )
 from lightning_rl.environments.outcome import FailedEnvironmentsError
-from lightning_rl.environments.program import PolicyEndpoint
+from lightning_rl.environments.program import PolicyEndpoint, result_of
 from lightning_rl.environments.tools import begins_itself, schemas_of
 from lightning_rl.environments.validation import check_reset, check_step, environment_of, name_of, plain
 from lightning_rl.processes.errors import DEATH, INTERRUPT, TIMEOUT, CallError
@@ -170,7 +168,8 @@ class Host:
         """Run a program for one sample, and end the processes that it leaves."""
         adopt_orphans()
         try:
-            return self._factories[name].complete(row, model)
+            result = result_of(self._factories[name].complete(row, model))
+            return {"reward": result.reward, "metrics": dict(result.metrics)}
         finally:
             for pid in children():
                 os.kill(pid, SIGKILL)

@@ -121,6 +121,7 @@ def test_an_environment_that_was_never_reset_need_not_be_able_to_close() -> None
     made = Unclosable.made
     first = Request(prefix_ids=(1,), sample_id=0, seed=0, sampling=SamplingParams(eos_token_ids=[1]))
     conversation = environments.open(wanted(first))
+    assert isinstance(conversation, Conversation)
     assert Unclosable.made == made, "it is made when its conversation begins, which fails alone if it cannot be"
     conversation.begin()
     assert Unclosable.made == made + 1 and conversation.request is not None

@@ -82,7 +82,7 @@ class Verifiers(Program):
             ValueError: If a reward was not computed.
         """
         vf, traces = import_verifiers(), list[Any]()
-        client = vf.EvalClientConfig(base_url=model.keyed_url, api_key_var=NO_KEY)
+        client = vf.EvalClientConfig(base_url=f"{model.keyed_url}/v1", api_key_var=NO_KEY)
         async with self._serving():
             context = vf.ModelContext(model=model.model, client=client)
             episode = await self.env.run_episode(self.task_of(row), context, on_trace=traces.append)

@@ -87,7 +87,7 @@ class Gateway:
         protocol = PROTOCOLS.get(path.removesuffix("/count_tokens"), PROTOCOLS[ChatCompletions.route])
         try:
             return await self._reply(request, path, self._handlers.get(key), protocol)
-        except RefusedCall as refused:
+        except (RefusedCall, web.HTTPException) as refused:
             return web.json_response(protocol.error(refused.status, str(refused)), status=refused.status)
 
     async def _reply(
