@@ -9,7 +9,6 @@ import inspect
 import itertools
 import math
 import operator
-import pickle
 import threading
 import time
 import warnings
@@ -302,7 +301,7 @@ class ProgramConversation:
         running = asyncio.wrap_future(task)
         try:
             while not running.done() and self._broken is None:
-                if getattr(task, "queued", False):  # for a worker process
+                if getattr(task, "waits", False):  # for a worker process
                     self._since = time.monotonic()
                 left = math.inf if self._open else self._left - (time.monotonic() - self._since)
                 if left <= 0:
@@ -523,8 +522,6 @@ def result_of(value: Any) -> ProgramResult:
     Raises:
         ValueError: If it is no reward and no result, or a figure is not finite.
     """
-    if isinstance(value, bytes):  # of a worker process
-        value = ProgramResult(**pickle.loads(value))
     result = value if isinstance(value, ProgramResult) else ProgramResult(reward=value)
     check_figures(result.reward, result.metrics)
     return result

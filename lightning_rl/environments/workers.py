@@ -32,7 +32,7 @@ from lightning_rl.environments.environment import (
     check_figures,
 )
 from lightning_rl.environments.outcome import FailedEnvironmentsError
-from lightning_rl.environments.program import PolicyEndpoint, result_of
+from lightning_rl.environments.program import PolicyEndpoint, ProgramResult, result_of
 from lightning_rl.environments.tools import begins_itself, schemas_of
 from lightning_rl.environments.validation import check_reset, check_step, environment_of, name_of, plain
 from lightning_rl.processes.errors import DEATH, INTERRUPT, TIMEOUT, CallError
@@ -121,7 +121,9 @@ class WorkerPool(Pool):
 
     def start(self, name: str, row: Mapping[str, Any], model: PolicyEndpoint) -> "Future[Any]":
         """Run a program for one sample in a worker, which is killed if the future is cancelled."""
-        return self.submit(_task("run", name, dict(row), model), UNLIMITED)
+        return self.submit(
+            _task("run", name, dict(row), model), UNLIMITED, lambda said: ProgramResult(**pickle.loads(said))
+        )
 
     def budget(self) -> Budget:
         """Return the time of the environment of one sample."""

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection, wait
@@ -83,12 +83,13 @@ class Pool:
         vars(self).update(state)
         self._prepare()
 
-    def submit(self, task: bytes, seconds: float) -> "Future[Any]":
+    def submit(self, task: bytes, seconds: float, read: Callable[[Any], Any] | None = None) -> "Future[Any]":
         """Queue a task.
 
         Args:
             task: Pickled arguments and keywords.
             seconds: Time limit, from the moment a worker receives the task.
+            read: Function from what the worker returned to the result; None for no change.
 
         Returns:
             Future of the result; it raises a :class:`CallError` if there is none. Cancelling it kills the worker.
@@ -97,10 +98,10 @@ class Pool:
             self._prepare()
         queued = _Task(self._lock)
         self._tasks.add(queued)
-        self._threads.submit(self._run, queued, task, seconds)
+        self._threads.submit(self._run, queued, task, seconds, read)
         return queued
 
-    def _run(self, queued: "_Task", task: bytes, seconds: float) -> None:
+    def _run(self, queued: "_Task", task: bytes, seconds: float, read: Callable[[Any], Any] | None) -> None:
         if not queued.set_running_or_notify_cancel():
             return
         try:
@@ -109,6 +110,7 @@ class Pool:
                 result = worker.ask(task, seconds)
             finally:
                 self.release(worker, keep=not worker.killed, task=queued)
+            result = result if read is None else read(result)
         except Exception as error:  # noqa: BLE001  raised where the result is read
             queued.set_exception(error.with_traceback(None))  # whose frames hold this pool
         else:
@@ -191,8 +193,8 @@ class _Task(Future[Any]):
         self.worker: Worker | None = None
 
     @property
-    def queued(self) -> bool:
-        """True while no worker has it."""
+    def waits(self) -> bool:
+        """True while no worker runs it."""
         return self.worker is None and not self.done()
 
     @override

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import pickle
 import socket
 import sys
 import threading
@@ -53,6 +54,7 @@ ENDS: dict[str, tuple[Act, str]] = {
     "nan": (lambda: math.nan, "expected reward to be a number or None, got nan"),
     "text": (lambda: "much", "expected reward to be a number or None, got str 'much'"),
     "list": (lambda: [1.0], "expected reward to be a number or None, got list [1.0]"),
+    "bytes": (lambda: pickle.dumps({"reward": 1.0}), "expected reward to be a number or None, got bytes"),
     "metric": (lambda: ProgramResult(reward=1.0, metrics={"m": math.inf}), "m"),
 }
 

@@ -92,7 +92,7 @@ def test_rows_of_programs_train_and_the_audit_finds_nothing(program: Any, tmp_pa
             assert_close(ours[drawn], rollout.require("rollout_logprobs")[drawn], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_resume_is_bitwise_with_programs_in_flight(tmp_path: Path, max_staleness: int) -> None:
     def run(folder: Path, ckpt_path: Path | None = None) -> RLLightningModule:
         module = module_of(max_staleness=max_staleness)

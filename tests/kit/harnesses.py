@@ -85,7 +85,7 @@ def joined(events: str) -> dict[str, Any]:
     return message
 
 
-def user(text: str) -> dict[str, Any]:
+def user(text: Any) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
