@@ -53,6 +53,7 @@ BENCHMARKS = (
     Benchmark("pipelining", "--rollouts 12 --step 0.1 --rounds 1 --width 32 --layers 1"),
     Benchmark("quantized_rollouts", '--engines ["full","int3"] --seeds 1 --rollouts 2'),
     Benchmark("prefill"),
+    Benchmark("summaries", "--seeds 1"),
     Benchmark("server_requests", "--number 200 --rounds 1"),
     Benchmark("conversations", "", python=VLLM, needs=VLLM),
 )
