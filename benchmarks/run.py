@@ -54,6 +54,7 @@ BENCHMARKS = (
     Benchmark("quantized_rollouts", '--engines ["full","int3"] --seeds 1 --rollouts 2'),
     Benchmark("prefill"),
     Benchmark("curriculum", "--seeds [0] --rollouts 4"),
+    Benchmark("summaries", "--seeds 1"),
     Benchmark("server_requests", "--number 200 --rounds 1"),
     Benchmark("conversations", "", python=VLLM, needs=VLLM),
 )

@@ -9,6 +9,7 @@ The agent calls the policy as a model API (docs/environments.md#programs); its l
 package's. The task is `tiny_tools.py`. Every option is a keyword of `main`; to change anything else, copy this file.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -28,11 +29,20 @@ TEMPLATE = (
     "{% for call in message['tool_calls'] or [] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-EXAMPLE = (
-    {"role": "user", "content": "What is 3 + 4?"},
-    {"type": "function_call", "call_id": "a", "name": "calculate", "arguments": '{"a": 3, "operation": "+", "b": 4}'},
-    {"type": "function_call_output", "call_id": "a", "output": "7"},
-    {"role": "assistant", "content": "#### 7"},
+EXAMPLE = tuple(
+    message
+    for a, operation, b, result in ((3, "+", 4, 7), (20, "-", 5, 15), (6, "*", 8, 48))
+    for message in (
+        {"role": "user", "content": f"What is {a} {operation} {b}?"},
+        {
+            "type": "function_call",
+            "call_id": f"call{result}",
+            "name": "calculate",
+            "arguments": json.dumps({"a": a, "operation": operation, "b": b}),
+        },
+        {"type": "function_call_output", "call_id": f"call{result}", "output": str(result)},
+        {"role": "assistant", "content": f"#### {result}"},
+    )
 )
 
 

@@ -121,3 +121,12 @@ def test_the_runner_goes_on_after_a_bound_that_fails_and_a_benchmark_that_ends_e
     assert ("head", "status", "at", "its", "end", "1", "0", "FAIL") in rows
     assert ("filters", "seconds", "2", "at", "most", "1", "PASS") in rows
     assert "too small" in (tmp_path / "build/bench/head.txt").read_text()
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_policy_learns_what_a_summary_has_to_keep_only_if_summaries_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    summaries = script("summaries")
+    assert summaries.accuracy(0, masked=False)[1] >= summaries.TRAINED
+    assert summaries.accuracy(0, masked=True)[1] <= summaries.MASKED
