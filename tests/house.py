@@ -36,6 +36,7 @@ NO_SAMPLE = {
     "ModuleDifference", "Event", "TokenPosition", "Replayed", "Capabilities", "Field", "Items", "Shapes", "Moments",
     "Population", "TurnEstimates", "Stat", "SandboxResult", "Activations", "MemoryPlan", "Head", "Tokens", "Finding",
     "FailureSummary", "RunFailure", "RewardDomain", "Measurement", "PictureProcessor",
+    "Goal", "Invitation", "Label", "Member", "Seat", "Server", "WaitingRequest", "WorkerDescription",
 }  # fmt: skip
 PLAIN = {"NamedTuple", "TypedDict", "BaseModel", "Struct"}
 MODULES = ("module", "pl_module", "trainer")
