@@ -8,7 +8,7 @@ the mean task reward of that role's rows in a rollout. In a game where one role 
 rows would push up every action of that role. The baseline of a rollout is that of the rollouts before, so it does not
 depend on the samples that it is subtracted from; it begins at 0.
 
-Helps in self-play with ``advantages="reinforce"``; an estimator that compares the samples of a prompt, which have one
+Helps in self-play, with ``advantages="reinforce"``. An estimator that compares the samples of a prompt, which have one
 role, cancels it.
 
 Source: Liu et al. 2025 (SPIRAL, role-conditioned advantage estimation), arXiv:2506.24119.
@@ -32,7 +32,7 @@ from lightning_rl.utils.naming import in_words
 class RoleBaseline(RLCallback):
     """Baseline of each role.
 
-    Logs the baselines of the rows of a rollout as ``role_baseline/<role>``.
+    Logs the baselines of the rows of a rollout as ``role_baseline/<role>``, and their mean as ``role_baseline/mean``.
 
     Args:
         column: Column of the data with the role of a row. Rows of several games have roles such as ``"poker/0"``.
@@ -75,7 +75,9 @@ class RoleBaseline(RLCallback):
     def rollout_metrics(self, rollout: Rollout) -> dict[str, Stat]:
         roles, values = [self._roles.get(sample, "") for sample in rollout.sample_ids.tolist()], self._of_rows(rollout)
         masks = {role: torch.tensor([one == role for one in roles]) for role in sorted(self.baselines)}
-        return {f"role_baseline/{role}": Stat.of(values, mask.to(values.device)) for role, mask in masks.items()}
+        stats = {role: Stat.of(values, mask.to(values.device)) for role, mask in masks.items()}
+        stats |= {"mean": Stat.of(values, rollout.real)}
+        return {f"role_baseline/{role}": stat for role, stat in stats.items()}
 
     @override
     def observe(self, rollout: Rollout) -> None:

@@ -25,7 +25,6 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SUBSTITUTIONS = {
     '"Qwen/Qwen2.5-0.5B-Instruct"': '"policy"',
     '"Qwen/Qwen2.5-7B-Instruct"': '"policy"',
-    'tokenizer="Qwen/Qwen3-0.6B"': 'tokenizer="tokenizer"',
     '"Qwen/Qwen3-0.6B"': '"qwen3"',
     'accelerator="gpu"': 'accelerator="cpu"',
     "devices=8": 'accelerator="cpu", devices=2',

@@ -516,9 +516,9 @@ def test_pictures_that_the_trainer_alone_leaves_out_are_not_the_engines_fault(
 ) -> None:
     inputs = packing.media_inputs
 
-    def of_first_row(rows: Any, *given: Any, **options: Any) -> Any:
-        has_some = any(int(value.counts[0]) for value in rows.prompt_items.values())
-        return inputs(rows, *given, **options) if has_some else None
+    def of_first_row(sequences: Any, *given: Any, **options: Any) -> Any:
+        has_some = any(int(value.counts[0]) for value in sequences.rows.prompt_items.values())
+        return inputs(sequences, *given, **options) if has_some else None
 
     monkeypatch.setattr(packing, "media_inputs", of_first_row)
     module = RLLightningModule(

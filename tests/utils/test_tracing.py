@@ -49,10 +49,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:max_staleness=1 trains on sample
 
 
 def export_spans() -> None:
-    """Configure the only provider of this process, as a user does."""
-    provider = TracerProvider()
+    """Configure the only provider of this process, as a user does, unless a block of the docs has done so."""
+    provider = trace.get_tracer_provider()
+    if not isinstance(provider, TracerProvider):
+        provider = TracerProvider()
+        trace.set_tracer_provider(provider)
     provider.add_span_processor(SimpleSpanProcessor(EXPORTER))
-    trace.set_tracer_provider(provider)
 
 
 @pytest.fixture(scope="module", autouse=True)

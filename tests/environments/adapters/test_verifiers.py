@@ -71,7 +71,7 @@ def module_of(environment: Any, **options: Any) -> RLLightningModule:
             "rewards": EnvironmentReward(),
             "max_turns": 8,
             "max_turn_tokens": 6,
-            "max_new_tokens": 16,
+            "max_new_tokens": 32,
             "eos_token_ids": ends,
             **options,
         }
