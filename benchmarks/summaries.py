@@ -7,9 +7,9 @@ A first call shows a color and requests a summary. A second call, a new context,
 color: reward 1 if the answer is the color. The policy of 0.1 million parameters was trained on demonstrations whose
 answer is the color of the summary, and four of five summaries are a random one of 8 colors. Each seed trains twice: on
 the tokens of both contexts, and with the tokens of the summaries masked out of the policy loss. The accuracy of sampled
-answers, about 0.3 before, has to be at least 0.85 with and at most 0.5 without the tokens of summaries. Both contexts
-share all weights, so training on answers alone changes the summaries too. A large ``eps`` keeps these changes small:
-AdamW would otherwise enlarge the small gradients of answers that are already right.
+answers, 0.2 to 0.31 before on seeds 0 to 4, has to be at least 0.85 with and at most 0.5 without the tokens of
+summaries. Both contexts share all weights, so training on answers alone changes the summaries too. A large ``eps`` is
+meant to keep these changes small, as AdamW enlarges small gradients; that it is the cause was not measured.
 
 Source of the ablation: CompactionRL, arXiv:2607.05378.
 """
