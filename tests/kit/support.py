@@ -496,14 +496,14 @@ def a_trainer(callbacks: Sequence[Callback] = (), **options: Any) -> Trainer:
         "devices": 1,
         "max_epochs": 1,
         "log_every_n_steps": 1,
-        "default_root_dir": scratch(),
+        "default_root_dir": tempfile.mkdtemp(dir=scratch()),
     }
     return Trainer(**{**quiet, **options}, callbacks=list(callbacks))
 
 
 @cache
 def scratch() -> Path:
-    """Return a folder for files of runs without a folder, such as checkpoints of runs that fail."""
+    """Return the folder below which runs without a folder write, such as checkpoints of runs that fail."""
     folder = tempfile.TemporaryDirectory(prefix="lightning-rl-tests-")
     atexit.register(folder.cleanup)
     return Path(folder.name)
