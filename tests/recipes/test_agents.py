@@ -1,7 +1,7 @@
 """Agents of public packages run unmodified: each API of the policy serves them alike, and a policy trains with them."""
 
 import re
-import runpy
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -89,11 +89,8 @@ def test_an_agent_of_a_package_trains_unmodified(name: str) -> None:
     assert (turns > 1).sum() > 8  # answers after results of the tool
 
 
-def test_the_recipe_learns_to_call_the_tool(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["openai_agents.py", "--tiny"])
-    runpy.run_path(str(RECIPES / "openai_agents.py"), run_name="__main__")
-    figures = re.search(r"accuracy before=(\d\.\d{3}) after=(\d\.\d{3})\n?$", capsys.readouterr().out)
+def test_the_recipe_learns_to_call_the_tool(tmp_path: Path) -> None:
+    command = [sys.executable, str(RECIPES / "openai_agents.py"), "--tiny"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    figures = re.search(r"accuracy before=(\d\.\d{3}) after=(\d\.\d{3})\n?$", ran.stdout)
     assert figures and float(figures[1]) <= 0.2 and float(figures[2]) >= 0.7
