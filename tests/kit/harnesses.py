@@ -211,10 +211,17 @@ def run_harness(row: Mapping[str, Any], model: PolicyEndpoint) -> float:
     """Run the harness of a row; one that is refused ends."""
     client = Client(model, row.get("pause", 0.0))
     try:
-        HARNESSES[row["harness"]](client, row["prompt"], [LOOK, FIND] if row["tools"] else [])
+        HARNESSES[row["harness"]](client, row["prompt"], [LOOK, FIND] if row["with_tools"] else [])
     except RefusedError as refused:
         REFUSED.setdefault(row["prompt"], []).append(refused.args)
     return 1.0
+
+
+def harness_rows(name: str, **columns: Any) -> list[dict[str, Any]]:
+    tools = "tools" in FAMILIES[name].template and not FAMILIES[name].tool
+    return [
+        {"prompt": f"{harness} {name}", "harness": harness, "with_tools": tools, **columns} for harness in HARNESSES
+    ]
 
 
 OWN = {  # answers with thoughts that a template does not write
