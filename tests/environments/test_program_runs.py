@@ -9,7 +9,7 @@ import pytest
 import torch
 from environments.templates import FAMILIES, close_of, tokenizer_of
 from kit.chats import CHAT, COLOURS, chat_prompts
-from kit.harnesses import HARNESSES, SIZE, Client, at_once, harness_rows, run_harness, user
+from kit.harnesses import HARNESSES, SIZE, Client, TransformersTogether, at_once, harness_rows, run_harness, user
 from kit.support import fit, recorder, tiny_module, tiny_policy, weights_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -58,7 +58,7 @@ def forking(row: Mapping[str, Any], model: PolicyEndpoint) -> ProgramResult:
         question = [*messages[:-1], user(QUESTIONS[place])]
         return [*question, ask(question), user("?")]
 
-    words = at_once(work)
+    words = at_once(ask, work)
     messages += [ask(messages), user("not")]
     last = ask([*messages[:1], {"role": "assistant", "content": "blue"}, user("green")])
     found = set(" ".join([*words, str(last["content"])]).split())
@@ -71,6 +71,7 @@ def module_of(program: Any = forking, **options: Any) -> RLLightningModule:
         **{
             **kept,
             "environment": Program(program, timeout=60),
+            "engine": TransformersTogether(),
             "max_new_tokens": 40,
             "minibatches_per_rollout": 2,
             **options,
