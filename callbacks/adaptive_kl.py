@@ -31,8 +31,8 @@ MAX_HORIZONS = 1000  # of one step; more than enough to cross that range
 class AdaptiveKL(ReferenceKL):
     """Reference KL with an adaptive coefficient; replaces ReferenceKL.
 
-    Logs the metrics of ReferenceKL under ``adaptive_kl/...``, and the coefficient that the rewards or
-    the losses of the rollout have as ``adaptive_kl/beta``.
+    Logs ``adaptive_kl/estimate`` and ``adaptive_kl/positive``, which are those of ReferenceKL, and the coefficient that
+    the rewards or the losses of the rollout have as ``adaptive_kl/beta``.
 
     Args:
         beta: Initial coefficient, above 0.

@@ -25,9 +25,9 @@ OF_A_PART = {
     "max_staleness": re.compile(r"in_flight/.*"),
     "validation": re.compile(r"val/(reward|length)/.*"),
 }
-OF_OTHERS = re.compile(  # of some losses, estimators, engines and data; known after the first step
+OF_OTHERS = re.compile(  # of some losses, estimators, callbacks, engines and data; known after the first step
     r"kl/(ref|penalty)|policy/(clipped|outside|weight|weight_max|chosen|kept)|time/(canary|wait)|prompts/dropped"
-    r"|reward/greedy|signal_audit/.*|.*@\w+|.*/answer/failed"
+    r"|reward/greedy|signal_audit/.*|(curriculum|role_baseline)/.*|.*@\w+|.*/answer/failed"
 )
 RISING = re.compile(r"(.+/)?(reward/(task|shaped|greedy)|(pass|avg|maj)@\d+(_low|_high)?|accuracy)|env/reward")
 

@@ -23,6 +23,7 @@ from lightning_rl.generation import SamplingParams
 from lightning_rl.rewards import RewardCall, Rewards
 from lightning_rl.rollouts.collector import Collector
 from lightning_rl.samples import Trajectory
+from lightning_rl.utils.tracing import Span
 from lightning_rl.utils.trainer import log_folder
 
 BATCH_SIZE = 256  # used if there is no data module
@@ -134,12 +135,14 @@ class Evaluator:
     def answer(self, batch: EvaluationBatch, collector: Collector) -> None:
         """Generate and score the samples of a batch."""
         EvaluationBatch.check(batch)
-        self._active.answer(batch, collector)
+        with Span("evaluate", {"lightning_rl.stage": self._active.stage}):
+            self._active.answer(batch, collector)
 
     def predict(self, batch: EvaluationBatch, collector: Collector) -> list[Record]:
         """Return a greedy completion of each prompt of a batch, the same on every rank. A collective."""
         EvaluationBatch.check(batch)
-        records = predict(self.greedy, batch, collector, rank=self._rank, seed=self.seed)
+        with Span("evaluate", {"lightning_rl.stage": PREDICT}):
+            records = predict(self.greedy, batch, collector, rank=self._rank, seed=self.seed)
         self._predictions += records
         return records
 

@@ -45,11 +45,25 @@ class EventLoop:
         if self.is_current:
             coroutine.close()
             raise RuntimeError(f"expected a thread other than that of {self._name}, got that one: await it instead")
-        future = self.start(coroutine)
+        failed, tasks = threading.Event(), list[asyncio.Task[Any] | None]()
+
+        async def run() -> Value:
+            if failed.is_set():
+                coroutine.close()
+                raise asyncio.CancelledError
+            tasks.append(asyncio.current_task())
+            return await coroutine
+
+        def cancel() -> None:
+            for task in filter(None, tasks):
+                task.cancel()
+
         try:
-            return future.result()
-        finally:
-            future.cancel()
+            return self.start(run()).result()
+        except BaseException:  # perhaps of a signal, which may come while start has not returned
+            failed.set()
+            self.call_soon(cancel)
+            raise
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Schedule a call of a function in the loop."""

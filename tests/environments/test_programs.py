@@ -4,15 +4,19 @@ from typing import Any
 
 import pytest
 from environments.templates import FAMILIES, tokenizer_of
-from kit.harnesses import HARNESSES, REFUSED, answers_of, check_tree, fake, opened, random_policy, run_harness
+from kit.harnesses import (
+    HARNESSES,
+    REFUSED,
+    answers_of,
+    check_tree,
+    fake,
+    harness_rows,
+    opened,
+    random_policy,
+    run_harness,
+)
 
 from lightning_rl.environments import Program, converse
-
-
-def harness_rows(name: str, **columns: Any) -> list[dict[str, Any]]:
-    tools = "tools" in FAMILIES[name].template and not FAMILIES[name].tool
-    return [{"prompt": f"{harness} {name}", "harness": harness, "tools": tools, **columns} for harness in HARNESSES]
-
 
 NO_SYSTEM = {"gemma-3", "mistral"}  # whose templates raise at a system message
 

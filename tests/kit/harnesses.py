@@ -14,15 +14,18 @@ from urllib.parse import urlsplit
 
 import pytest
 from environments.templates import FAMILIES, close_of, tokenizer_of
+from typing_extensions import override
 
 from kit.engine_requests import launch
+from kit.marks import wait_for
 from kit.support import tiny_policy
 from lightning_rl import Engine, FakeEngine, SamplingParams, TransformersEngine
 from lightning_rl.environments import ConversationLimits, Program
+from lightning_rl.environments.gateway.gateway import GATEWAY
 from lightning_rl.environments.program import PolicyEndpoint, ProgramConversation
 from lightning_rl.environments.run_environments import Environments
 from lightning_rl.environments.workers import WorkerPool
-from lightning_rl.generation import Request
+from lightning_rl.generation import Completion, Request
 from lightning_rl.samples import Prompt, Trajectory
 
 Ask = Callable[..., dict[str, Any]]
@@ -139,7 +142,7 @@ def sub_agent(ask: Ask, text: str, tools: Sequence[Any]) -> None:
 
 def parallel(ask: Ask, text: str, tools: Sequence[Any]) -> None:
     messages = talk(ask, [user(text)], 1, tools)
-    answers = at_once(lambda place: talk(ask, [user(f"{text} part {place}")], 3))
+    answers = at_once(ask, lambda place: talk(ask, [user(f"{text} part {place}")], 3))
     messages[-1]["content"] += "".join(answers)
     talk(ask, messages, 2, tools)
 
@@ -147,12 +150,46 @@ def parallel(ask: Ask, text: str, tools: Sequence[Any]) -> None:
 def branching(ask: Ask, text: str, tools: Sequence[Any]) -> None:
     """Two sub-agents that both continue the conversation."""
     messages = talk(ask, [user(text)], 1)
-    answers = at_once(lambda place: talk(ask, [*messages[:-1], user(f"part {place}")], 3))
+    answers = at_once(ask, lambda place: talk(ask, [*messages[:-1], user(f"part {place}")], 3))
     talk(ask, [*messages[:-1], user(f"a {answers}")], 2)
 
 
-def at_once(work: Callable[[int], list[Any]]) -> list[str]:
+TOGETHER = set[str]()
+"""Keys of programs whose next two calls are open at once, if the engine holds."""
+
+
+def hold(requests: Sequence[Request]) -> None:
+    """Wait until the calls of both sub-agents of each request are open, as in an engine that takes seconds."""
+    samples = {request.sample_id for request in requests}
+    for key in TOGETHER & GATEWAY._handlers.copy().keys():  # noqa: SLF001
+        program: Any = GATEWAY._handlers[key]  # noqa: SLF001
+        if program._wanted.request.sample_id in samples:  # noqa: SLF001
+            assert wait_for(lambda calls=program._open: len(calls) == 2)  # noqa: SLF001
+            TOGETHER.discard(key)
+
+
+class FakeTogether(FakeEngine):
+    """Scripted engine that holds."""
+
+    @override
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        hold(requests)
+        return super().generate_batch(requests, logprobs=logprobs)
+
+
+class TransformersTogether(TransformersEngine):
+    """Embedded engine that holds."""
+
+    @override
+    def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> list[Completion]:
+        hold(requests)
+        return super().generate_batch(requests, logprobs=logprobs)
+
+
+def at_once(ask: Ask, work: Callable[[int], list[Any]]) -> list[str]:
     """Return the last answers of two sub-agents in threads."""
+    assert isinstance(ask, Client)
+    TOGETHER.add(ask.model.key)
     with ThreadPoolExecutor(2) as executor:
         return [str(messages[-2]["content"]) for messages in executor.map(work, range(2))]
 
@@ -211,10 +248,17 @@ def run_harness(row: Mapping[str, Any], model: PolicyEndpoint) -> float:
     """Run the harness of a row; one that is refused ends."""
     client = Client(model, row.get("pause", 0.0))
     try:
-        HARNESSES[row["harness"]](client, row["prompt"], [LOOK, FIND] if row["tools"] else [])
+        HARNESSES[row["harness"]](client, row["prompt"], [LOOK, FIND] if row["with_tools"] else [])
     except RefusedError as refused:
         REFUSED.setdefault(row["prompt"], []).append(refused.args)
     return 1.0
+
+
+def harness_rows(name: str, **columns: Any) -> list[dict[str, Any]]:
+    tools = "tools" in FAMILIES[name].template and not FAMILIES[name].tool
+    return [
+        {"prompt": f"{harness} {name}", "harness": harness, "with_tools": tools, **columns} for harness in HARNESSES
+    ]
 
 
 OWN = {  # answers with thoughts that a template does not write
@@ -286,13 +330,13 @@ SIZE = 600  # of the vocabulary
 
 
 def fake(name: str, script: Script | None = None) -> FakeEngine:
-    engine = FakeEngine(script or family_script(name))
+    engine = FakeTogether(script or family_script(name))
     engine.load_weights([], 0)
     return engine
 
 
 def random_policy(name: str) -> Engine:
-    engine, model = TransformersEngine(), tiny_policy(vocab_size=SIZE, max_position_embeddings=4096)
+    engine, model = TransformersTogether(), tiny_policy(vocab_size=SIZE, max_position_embeddings=4096)
     launch(engine, model, tokenizer_of(name))
     engine.load_weights(model.named_parameters(), 0)
     return engine

@@ -115,7 +115,7 @@ class ScriptedServer:
     def until(self, condition: Callable[["ScriptedServer"], bool]) -> None:
         """Waits for something to be true of this server."""
         with self.asked:
-            assert self.asked.wait_for(lambda: condition(self), 20), "the condition did not come true"
+            assert self.asked.wait_for(lambda: condition(self), 100), "the condition did not come true"
 
     def noted(self, path: str) -> None:
         """Store a call, just before its answer is sent."""

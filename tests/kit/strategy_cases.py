@@ -4,7 +4,7 @@ Run as a script it is one rank: ``strategy_cases.py FOLDER RANKS STRATEGY CASE,.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from typing_extensions import override
 
+from kit.chats import CHAT, CLOSE, chat_prompts
 from kit.conversations import CONVERSATIONS, TURN_ENDS, Forgetful
+from kit.harnesses import Client, user
 from kit.ranks import STRATEGIES
 from kit.support import FAMILIES, cast_exactly, fit, tiny_model, tiny_module, tiny_policy, tiny_prompts
 from kit.vision import PROCESSORS, picture_rows, vision_model
@@ -31,7 +33,10 @@ from lightning_rl.callbacks import (
     RouterReplay,
     rollout_kl,
 )
+from lightning_rl.corrections import StepTrace
 from lightning_rl.distributed import process_objects
+from lightning_rl.environments import Program
+from lightning_rl.environments.program import PolicyEndpoint
 from lightning_rl.generation import Request
 from lightning_rl.metrics import is_of_the_clock
 
@@ -95,6 +100,28 @@ def truncated_on_one_rank(request: Request) -> Sequence[int]:
     return uneven(request)
 
 
+def rewriting(row: Mapping[str, Any], model: PolicyEndpoint) -> float:
+    """A program that asks in three contexts, of which one continues the first answer."""
+    ask, messages = Client(model), list(row["prompt"])
+    first = ask(messages)
+    answers = [first, ask([*messages, first, user("red")]), ask([user("say green ?")])]
+    return 0.25 * len({word for answer in answers for word in answer["content"].split()})
+
+
+class Divided(RLCallback):
+    """Checks that sequences of a row lay in different microbatches."""
+
+    name, found = "divided", False
+
+    @override
+    def observe_step(self, trace: StepTrace) -> None:
+        self.found |= any(not isinstance(entry, int) for microbatch in trace.microbatches for entry in microbatch.rows)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        assert self.found
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "critic": {"advantages": "gae", "critic": "shared"},
     "one microbatch": {"max_tokens_per_microbatch": 10_000},
@@ -105,6 +132,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **CONVERSATIONS,
         "environment": Forgetful,
         "sampling": SamplingParams(max_new_tokens=9, eos_token_ids=TURN_ENDS),
+    },
+    "programs": {
+        **{name: CHAT[name] for name in ("tokenizer", "rewards", "max_turn_tokens")},
+        "environment": Program(rewriting),
+        "sampling": SamplingParams(max_new_tokens=10, eos_token_ids=CLOSE),
     },
 }
 
@@ -120,17 +152,20 @@ def run(case: str, dtype: torch.dtype, **trainer: Any) -> Result:
     options: dict[str, Any] = {"policy": partial(tiny_policy, dtype=dtype), **OPTIONS.get(case, {})}
     if case == "lora":
         options |= {"policy": partial(lora_policy, dtype)}
-    mask = NoEOSMask()
+    masks: list[RLCallback] = [] if case == "programs" else [NoEOSMask()]  # rows are divided without it and OPSM
     if case == "own critic":
         options |= {"advantages": "gae", "critic": partial(tiny_policy, 1, dtype=dtype)}
     if case == "uneven":
         options |= {"engine": FakeEngine(uneven)}
     if case == "masked":
         options |= {"engine": FakeEngine(truncated_on_one_rank)}
-        mask = NoEOSMask("drop_tokens")
+        masks = [NoEOSMask("drop_tokens")]
     if case in FAMILIES:
         options |= {"policy": partial(tiny_model, case, dtype=dtype)}
     data = tiny_prompts(16, 8)
+    if case == "programs":
+        options |= {"policy": partial(CHAT["policy"], dtype=dtype)}
+        corrections, data = [*corrections[1:], Divided()], chat_prompts(16, 8)
     if case == "pictures":
         policy = lambda: cast_exactly(vision_model("qwen2_5_vl"), dtype)  # noqa: E731
         options |= {"policy": policy, "tokenizer": PROCESSORS["qwen2_5_vl"](), "max_tokens_per_microbatch": 60}
@@ -141,13 +176,13 @@ def run(case: str, dtype: torch.dtype, **trainer: Any) -> Result:
     settings = {"optimizer": partial(SGD, lr=0.05), "minibatches_per_rollout": 2, "max_tokens_per_microbatch": 20}
     module = tiny_module(**{**settings, **options})
     with patch.object(rollout_kl, "DRIFTED_BEYOND", DRIFTED_BEYOND):
-        fit(module, callbacks=[mask, *corrections, watch], data=data, **trainer)
+        fit(module, callbacks=[*masks, *corrections, watch], data=data, **trainer)
     return {"rows": watch.rows, "weights": watch.weights, "samples": watch.samples}
 
 
 CASES: tuple[str, ...] = (
     "plain", "critic", "own critic", "lora", "uneven", "masked", "one microbatch", "checkpointing", "conversations",
-    "contexts", "pictures",
+    "contexts", "pictures", "programs",
 )  # fmt: skip
 EXACT = {"ddp", "fsdp2", "tensor"}  # FSDP1 casts every model to float32, DeepSpeed has no float64
 

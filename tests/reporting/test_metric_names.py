@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from kit.conversations import Echo, talking_module
 from kit.metric_names import Names, folders, noting_reward
-from kit.support import fit, parity_reward, tiny_model, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
+from kit.support import fit, parity_reward, tiny_model, tiny_module, tiny_policy, tiny_tokenizer
 from properties.exports import correction_examples
 
 from lightning_rl import Evaluation, PromptDataModule, RLCallback
 from lightning_rl.audit import SignalAudit, SignalLedger
 from lightning_rl.callbacks import OPSM, NoEOSMask, OffPolicyIS, ReferenceKL, RouterAuxLoss, RouterReplay, TeacherKL
-from lightning_rl.glossary import glossary
+from lightning_rl.glossary import entry_of, glossary
 
 
 def concrete(pattern: str) -> list[str]:
@@ -67,7 +67,8 @@ def names_of_a_fit() -> set[str]:
     """Every name that fits log, as those of one run: any of their parts may be in it together."""
     names = Names()
     for options, callbacks in RUNS.values():
-        data = tiny_prompts(8, 4, validation=[[2, 3]])
+        rows = [{"prompt": [2 + place, 4], "level": "easy", "role": "solver"} for place in range(8)]
+        data = PromptDataModule(rows, 4, validation=[[2, 3]])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what a part lacks beside it, such as a correction of old samples
             trainer = fit(tiny_module(**{"rewards": REWARDS, **options}), callbacks=callbacks, data=data, logger=names)
@@ -88,3 +89,17 @@ def test_no_name_that_fits_log_is_the_folder_of_another(names_of_a_fit: set[str]
         *("rollout", "engine/aborted", "env/turns", "env/echo/turns", "ledger/tokens/used", "value/error"),
         *("opsm_of_the_rollout/rejected", "reward/greedy", "time/wait", "signal_audit/findings"),
     } <= names_of_a_fit
+
+
+@pytest.mark.nightly
+def test_the_page_of_metrics_or_the_docstring_of_its_callback_has_each_name_that_fits_log(
+    names_of_a_fit: set[str],
+) -> None:
+    docs = {callback.name: type(callback).__doc__ or "" for _, callbacks in RUNS.values() for callback in callbacks}
+    for name in names_of_a_fit - {"epoch"}:
+        entry = entry_of(name)
+        assert entry is not None, name
+        if entry is glossary()[-1]:  # of any metric of a callback
+            callback, metric = name.split("/", 1)
+            assert f"``{callback.removesuffix('_of_the_rollout')}/{metric}``" in docs[callback]
+    assert {"curriculum/easy", "curriculum/mastered", "role_baseline/mean"} <= names_of_a_fit

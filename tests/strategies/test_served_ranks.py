@@ -49,7 +49,8 @@ def main(folder: Path, strategy: str, name: str, *servers: str) -> None:
     seen, keep, resume = list[Rollout](), Keep(), folder / INTERRUPTED
     listing = servers if "://" in servers[0] else Path(servers[0])
     policy, lora = (with_adapter, "adapter") if "adapter" in name else (tiny_policy, "merged")
-    engine = VLLMServerEngine(listing, api_key=KEY, canary=False, patience=1.0, at_once=2, lora=lora)
+    patience = 1.0 if name == "lost" else 100.0
+    engine = VLLMServerEngine(listing, api_key=KEY, canary=False, patience=patience, at_once=2, lora=lora)
     trainer: dict[str, Any] = {"devices": 2, "strategy": STRATEGIES[strategy]()} if strategy != "alone" else {}
     found: dict[str, Any] = {}
     try:

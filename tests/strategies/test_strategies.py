@@ -51,7 +51,7 @@ def runs(folder: Path, ranks: int, strategy: str, cases: list[str]) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_ranks_equal_one_device(strategy: str, tmp_path: Path) -> None:
     """The second case has a rank with nothing to train."""
-    runs(tmp_path, 2, strategy, ["critic", "masked", "pictures"])
+    runs(tmp_path, 2, strategy, ["critic", "masked", "pictures", "programs"])
 
 
 @pytest.mark.nightly
@@ -65,7 +65,7 @@ def test_every_case_equals_one_device(strategy: str, tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_four_ranks_equal_one_device(strategy: str, tmp_path: Path) -> None:
-    runs(tmp_path, 4, strategy, ["critic", "masked", "contexts"])
+    runs(tmp_path, 4, strategy, ["critic", "masked", "contexts", "programs"])
 
 
 @pytest.mark.nightly

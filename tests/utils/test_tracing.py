@@ -17,7 +17,7 @@ from kit.chats import TOOLS, chat_prompts
 from kit.conversations import Talk, wanted
 from kit.forks import PATH
 from kit.ranks import STRATEGIES, run_ranks
-from kit.support import fit, tiny_module, tiny_prompts, weights_of
+from kit.support import a_trainer, fit, tiny_module, tiny_prompts, weights_of
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -25,7 +25,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from typing_extensions import override
 
-from lightning_rl import FakeEngine, FinishReason, SamplingParams
+from lightning_rl import FakeEngine, FinishReason, PromptDataModule, SamplingParams
 from lightning_rl.environments import (
     Action,
     Conversation,
@@ -144,6 +144,21 @@ def test_a_rollout_is_the_tree_of_its_phases_conversations_turns_tools_and_rewar
     }
 
 
+def test_an_evaluation_has_a_span_around_each_batch() -> None:
+    module = tiny_module(**{**TOOLS, "tool_parser": call_twice, "policy": named_policy, "max_turns": 2})
+    trainer, prompt = a_trainer(), {"prompt": [{"role": "user", "content": "say one ?"}]}
+    data = PromptDataModule([prompt] * 4, 4, validation=[prompt] * 2, validation_batch_size=1)
+    sample = ("sample", [("invoke_agent environment", ["chat tiny", "execute_tool look", "execute_tool", "chat tiny"])])
+    for evaluate, stage, rewards in (
+        (trainer.validate, "val", ["reward last_answer"]),
+        (trainer.predict, "predict", []),
+    ):
+        EXPORTER.clear()
+        evaluate(module, data)
+        assert tree() == [("evaluate", [sample, *rewards])] * (2 if stage == "val" else 4)
+        assert all(attributes_of(span) == {"lightning_rl.stage": stage} for span in spans("evaluate"))
+
+
 def test_every_attribute_of_generative_ai_is_in_the_conventions() -> None:
     tool_fit()
     known = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}
@@ -201,7 +216,7 @@ torch.set_num_threads(1)
 if sys.argv[1] == "package":
     sys.modules["opentelemetry"] = None
 from kit.chats import TOOLS, chat_prompts
-from kit.support import fit, tiny_module, weights_of
+from kit.support import a_trainer, fit, tiny_module, weights_of
 module = tiny_module(**{**TOOLS, "max_turns": 2, "group_size": 2})
 fit(module, data=chat_prompts(4, 1), max_steps=2)
 from lightning_rl.utils import tracing
