@@ -16,6 +16,7 @@ import pytest
 from kit.chats import TOOLS, chat_prompts
 from kit.conversations import Talk, wanted
 from kit.forks import PATH
+from kit.harnesses import Client, fake, opened, user
 from kit.ranks import STRATEGIES, run_ranks
 from kit.support import fit, tiny_module, tiny_prompts, weights_of
 from opentelemetry import trace
@@ -30,6 +31,7 @@ from lightning_rl.environments import (
     Action,
     Conversation,
     ConversationLimits,
+    Program,
     TokenStep,
     ToolCall,
     ToolEnvironment,
@@ -142,6 +144,15 @@ def test_a_rollout_is_the_tree_of_its_phases_conversations_turns_tools_and_rewar
         "gen_ai.evaluation.name": "last_answer",
         "lightning_rl.rows": 2,
     }
+
+
+def test_calls_of_an_opponent_are_chats_with_its_name() -> None:
+    def play(row: Any, model: Any) -> None:
+        for name in (model.model, model.opponent):
+            Client(model)([user(row["prompt"])], model=name)
+
+    converse(opened("qwen2.5", Program(play), [{"prompt": "one"}]), fake("qwen2.5"))
+    assert tree() == [("invoke_agent environment", ["chat", "chat opponent"])]
 
 
 def test_every_attribute_of_generative_ai_is_in_the_conventions() -> None:

@@ -55,11 +55,12 @@ def turn_order(evidence: Evidence) -> Iterator[Finding]:
 
 def _are_calls(evidence: Evidence, sample: int) -> bool:
     """Return True if the turns of a sample have the seeds of calls of a program."""
-    requests, repeats = [request for request, _ in evidence.turns[sample]], Counter[tuple[int, ...]]()
+    requests, repeats = [request for request, _ in evidence.turns[sample]], Counter[tuple[str, tuple[int, ...]]]()
     first, right = request_seed(evidence.facts.seed or 0, evidence.number, sample), list[int]()
     for request in requests:
-        right.append(call_seed(first, request.prefix_ids, repeats[request.prefix_ids]))
-        repeats[request.prefix_ids] += 1
+        repeat = repeats[request.role, request.prefix_ids]
+        right.append(call_seed(first, request.prefix_ids, repeat, request.role))
+        repeats[request.role, request.prefix_ids] += 1
     return sorted(request.seed for request in requests) == sorted(right)
 
 
