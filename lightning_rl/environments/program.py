@@ -290,9 +290,9 @@ class ProgramConversation:
         """Clear the state of a try."""
         self._contexts = Contexts(self._bridge), Contexts(self._bridge)  # of the policy, of the opponent
         self._numbers = [0, 0]  # of their calls
-        self._calls, self._events, self._aborted = list[Exchanged](), 0, False
+        self._calls, self._events, self._refused, self._aborted = list[Exchanged](), 0, 0, False
         self._repeats: Counter[tuple[str, tuple[int, ...]]] = Counter()
-        self._limit: FinishReason | None = None  # that refused the last call
+        self._limit: FinishReason | None = None  # that refused a call at event _refused, until a later one is answered
         self._open: set[asyncio.Task[Any]] = set()  # calls
         self._broken: Exception | None = None  # error of the engine, or of the parser as CallError
         self._left, self._since = self._program.timeout, time.monotonic()
@@ -423,7 +423,7 @@ class ProgramConversation:
             self._aborted = True
             raise RefusedCall(400, "the engine aborted the answer: the sample ends")
         self._contexts[opposes].add(prefix, answer)
-        self._limit = None
+        self._limit = None if begin > self._refused else self._limit
         finish = "length" if completion.finish == FinishReason.LENGTH else "stop"
         return CallAnswer(
             text=answer.text,
@@ -455,14 +455,14 @@ class ProgramConversation:
             RefusedCall: If a limit of the run leaves none.
         """
         if self._numbers[call.model == OPPONENT] >= self._limits.turns:
-            self._limit = FinishReason.TURNS
+            self._limit, self._refused = FinishReason.TURNS, self._events
             raise RefusedCall(400, f"expected at most {self._limits.turns} calls (max_turns), got another one")
         prefix, sampled = self._prefix(call)
         length = math.inf if self._limits.length is None else self._limits.length - len(prefix)
         whole = self._wanted.request.sampling.max_new_tokens - sampled
         room = min(whole, length, self._limits.turn_tokens or math.inf, call.max_tokens or math.inf)
         if room <= 0:
-            self._limit = FinishReason.LENGTH
+            self._limit, self._refused = FinishReason.LENGTH, self._events
             limit = (
                 f"{self._limits.length} tokens" if length <= 0 else f"{whole + sampled} sampled ones (max_new_tokens)"
             )

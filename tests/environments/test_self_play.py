@@ -4,19 +4,34 @@ import itertools
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 from urllib.request import urlopen
 
 import pytest
+import torch
+from kit.chats import CHAT, COLOURS
 from kit.harnesses import Client, check_tree, fake, family_script, opened, random_policy, user
+from kit.support import fit, recorder, tiny_module, weights_of
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.testing import assert_close
 
-from lightning_rl import FinishReason
+from lightning_rl import FinishReason, PromptDataModule, Rollout
+from lightning_rl.advantages import HierarchicalGRPO
+from lightning_rl.audit import SignalAudit
+from lightning_rl.callbacks import RoleBaseline
 from lightning_rl.environments import Program, ProgramResult, converse
 from lightning_rl.environments.program import PolicyEndpoint
 from lightning_rl.generation import Request
+from lightning_rl.rollout import attempts_of, turn_numbers
 from lightning_rl.samples import Trajectory
 
 NAME = "qwen2.5"
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*pre-optimization state.*:UserWarning", "ignore:The dirpath has changed:UserWarning"
+)
 
 
 def duel(row: Mapping[str, Any], model: PolicyEndpoint) -> float:
@@ -67,6 +82,12 @@ def test_the_limit_on_turns_holds_for_the_opponent_too() -> None:
 
     (sample,) = converse(opened(NAME, Program(greedy), [{"prompt": "one"}], turns=2), fake(NAME))
     assert sample.finish == FinishReason.TURNS and sample.metrics["turns"] == 1
+
+
+def test_a_limit_that_one_of_several_parallel_calls_reaches_ends_the_sample() -> None:
+    rows = [{"prompt": "one", "pause": 0.01}] * 8
+    for sample in converse(opened(NAME, Program(propose_and_solve), rows, turns=8), fake(NAME)):
+        assert sample.finish == FinishReason.TURNS and sample.metrics["turns"] == 8
 
 
 def propose_and_solve(row: Mapping[str, Any], model: PolicyEndpoint) -> ProgramResult:
@@ -153,3 +174,84 @@ def test_a_reward_of_no_answer_or_without_a_finite_value_fails_the_sample_by_nam
 ) -> None:
     sample = rewarded((name, value))
     assert sample.failure is not None and message in sample.failure.cause and sample.environment_reward is None
+
+
+RUN: dict[str, Any] = {**CHAT, "max_turns": 9}
+ROWS = [
+    {"prompt": [user(f"say {color} ?")], "role": "first" if n % 2 else "second"} for n, color in enumerate(COLOURS * 4)
+]
+KINDS: dict[str, tuple[Any, Any, list[Any]]] = {
+    "proposer": (propose_and_solve, HierarchicalGRPO(), []),
+    "players": (duel, "reinforce", [RoleBaseline]),
+}
+
+
+def trained(kind: str, *callbacks: Any, **options: Any) -> dict[str, Any]:
+    program, advantages, corrections = KINDS[kind]
+    module = tiny_module(
+        **{**RUN, "environment": Program(program), "advantages": advantages, "max_new_tokens": 24, "group_size": 2}
+    )
+    data = PromptDataModule(ROWS, 2, shuffle=False, chat=True)
+    fit(module, data=data, callbacks=[*(make() for make in corrections), *callbacks], max_steps=4, **options)
+    return weights_of(module)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_of_self_play_trains_its_roles_alone_by_the_formula_and_the_audit_finds_nothing(
+    kind: str, tmp_path: Path
+) -> None:
+    seen, audit = list[Rollout](), SignalAudit(every_n_rollouts=1, mode="raise")
+    callbacks = [recorder(seen)("seen"), audit]
+    trained(kind, *callbacks, default_root_dir=tmp_path, logger=CSVLogger(tmp_path))
+    assert audit.findings == [] and len(seen) == 4 and any(rollout.rewards.std() > 0 for rollout in seen)
+    baselines = {"first": 0.0, "second": 0.0}
+    for rollout in seen:
+        if kind == "players":
+            assert not rollout.token_extras.keys() - {"turn_rewards"} and int(turn_numbers(rollout).amax()) == 3
+            roles = [ROWS[group % 12]["role"] for group in rollout.groups.tolist()]
+            for row, role in enumerate(roles):
+                found = rollout.require("advantages")[row][rollout.valid_tokens[row]]
+                assert_close(found, torch.full_like(found, float(rollout.rewards[row]) - baselines[role]))
+            for role in baselines:
+                rewards = [float(rollout.rewards[row]) for row, one in enumerate(roles) if one == role]
+                baselines[role] = (
+                    0.95 * baselines[role] + 0.05 * sum(rewards) / len(rewards) if rewards else baselines[role]
+                )
+        else:
+            assert_close(rollout.require("advantages"), by_formula(rollout))
+
+
+def by_formula(rollout: Rollout) -> torch.Tensor:
+    """Advantages of proposals and attempts, from the turn rewards of each row."""
+
+    def compare(value: float, values: list[float]) -> float:
+        return (value - fmean(values)) / (stdev(values) + 1e-6) if max(values) - min(values) > 1e-9 else 0.0
+
+    found = torch.zeros_like(rollout.require("advantages"))
+    attempts, rewards = attempts_of(rollout), rollout.token_extras["turn_rewards"]
+    for row in range(len(rollout)):
+        returns = {
+            each: float(rewards[row][attempts[row] == each].sum()) for each in range(2, 1 + int(attempts[row].amax()))
+        }
+        returns = {each: value for each, value in returns.items() if (attempts[row] == each).any()}
+        assert len(returns) == 4  # each of two turns
+        for attempt, value in returns.items():
+            found[row][attempts[row] == attempt] = compare(value, [*returns.values()])
+        proposals = [
+            float(rewards[other][attempts[other] == 1].sum())
+            for other in range(len(rollout))
+            if rollout.groups[other] == rollout.groups[row]
+        ]
+        proposed = float(rewards[row][attempts[row] == 1].sum())
+        found[row][attempts[row] == 1] = compare(proposed, proposals)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resume_of_self_play_is_bitwise(kind: str, tmp_path: Path) -> None:
+    def run(folder: Path, ckpt_path: Path | None = None) -> dict[str, Any]:
+        saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        return trained(kind, saving, default_root_dir=folder, enable_checkpointing=True, ckpt_path=ckpt_path)
+
+    whole, resumed = run(tmp_path / "whole"), run(tmp_path / "from-2", tmp_path / "whole" / "step=2.ckpt")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
