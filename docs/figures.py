@@ -316,7 +316,7 @@ def by_group(estimator: estimators.Estimator) -> Dots:
     rollout = plain().last
 
     def per_row(each: estimators.Estimator) -> Tensor:
-        signal = estimate_signal(rollout, each, Corrections()).rollout
+        signal, *_ = estimate_signal(rollout, each, Corrections())
         return row_mean(signal.require("advantages"), rollout.valid_tokens)
 
     grey = None if type(estimator) is estimators.GRPO else ("GRPO", per_row(estimators.GRPO()))
@@ -336,7 +336,7 @@ def by_position(
     place = torch.arange(valid.shape[1]) + 1.0 + torch.where(right, -0.12, 0.12)
 
     def advantages(each: estimators.Estimator) -> Tensor:
-        return estimate_signal(rollout, each, Corrections()).rollout.require("advantages")[valid]
+        return estimate_signal(rollout, each, Corrections())[0].require("advantages")[valid]
 
     grey = None if usual is None else (usual[0], advantages(usual[1]))
     return Dots(place[valid], advantages(estimator), right[valid], "token of the response", "advantage", MARKS, grey)
@@ -508,8 +508,9 @@ FIGURES: Mapping[str, Callable[[], Dots]] = {
     **{
         type(each).__name__: partial(by_group, each)
         for each in (
-            estimators.GPG(), estimators.GRPO(), estimators.OPO(), estimators.RLOO(), estimators.DrGRPO(),
-            estimators.MaxRL(), estimators.Normalized(std="batch"), estimators.PassAtK(), estimators.RawReward(),
+            estimators.GPG(), estimators.GRPO(), estimators.HierarchicalGRPO(), estimators.OPO(), estimators.RLOO(),
+            estimators.DrGRPO(), estimators.MaxRL(), estimators.Normalized(std="batch"), estimators.PassAtK(),
+            estimators.RawReward(),
             estimators.ReMax(), estimators.ReinforcePlusPlus(), estimators.ReinforcePlusPlusBaseline(),
         )
     },

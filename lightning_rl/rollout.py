@@ -1,12 +1,14 @@
 """Rollout: samples of a policy with their rewards, log-probabilities and advantages."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast, overload
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -40,6 +42,7 @@ ROUTES = "routed_experts"  # in ``prompt_extras`` and ``token_extras``: see poli
 EXPERT_LOAD = "expert_load"  # in ``extras``: share of tokens of each expert in the row's optimizer step, [B, E]
 SUM_PI_SQUARED = "sum_pi_squared"  # in ``token_extras``: sum over the vocabulary of squared old probabilities
 NO_PARENT = -2  # parent of a new context in ``segments``
+ROLES = "roles"  # in ``token_extras``: see role_number; 0 for tokens that the policy did not sample
 TURN_REWARDS = "turn_rewards"  # in ``token_extras``: reward of each turn, stored at its last sampled token
 PICTURES = Items("pictures", shared=True)
 SAMPLING_MASK = "sampling_mask"  # in ``token_extras``: see policy/sampling_mask.py
@@ -209,6 +212,7 @@ class Rollout:
         recorded: Collection[str] = (),
         logprobs: bool = False,
         turns: bool = False,
+        roles: bool = False,
     ) -> RolloutT:
         """Create a rollout with zero rewards; a row is the segments of a trajectory, in the order of the segments.
 
@@ -220,6 +224,7 @@ class Rollout:
             recorded: Names of the per-token extras of segments.
             logprobs: True if sampled segments have log-probabilities.
             turns: True to store the segments, and the turn reward of each token.
+            roles: True to store the role of each token.
 
         Raises:
             ValueError: If a sampled segment lacks values that its engine promised.
@@ -249,6 +254,9 @@ class Rollout:
         extras = {name: _pad_extra([_extra_of(row, name) for row in rows]) for name in sorted(recorded)}
         if turns:
             extras |= {TURN_REWARDS: spread(_turn_rewards(sampled))}
+        if roles:
+            numbers = [role_number(each.role) for each in sampled for _ in each.token_ids]
+            extras |= {ROLES: spread(torch.tensor(numbers, dtype=torch.int64))}
         pictures = [[media] if (media := each.request.media) is not None else [] for each in trajectories]
         replies = [[segment.media for segment in row if segment.media is not None] for row in rows]
         prompts = [each.prompt_extras if each.segments else None for each in trajectories]
@@ -575,6 +583,32 @@ def turn_numbers(rollout: Rollout) -> Int[Tensor, "B T"]:
     )
     inside = torch.arange(rollout.width, device=row.device) < rollout.response_lengths[:, None]
     return torch.where(inside, changes.cumsum(1)[:, :-1], 0)
+
+
+def role_number(role: str) -> int:
+    """Return the number that stands for a role in tensors, equal in all processes."""
+    return crc32(role.encode())
+
+
+def attempts_of(rollout: Rollout) -> Int[Tensor, "B T"]:
+    """Return the attempt of each sampled token, shape [B, T]; needs ``segments`` and the roles of tokens.
+
+    It is the first turn of the token's role that its own turn continues, or else its own turn; 0 for other tokens.
+    """
+    turns, roles = turn_numbers(rollout), rollout.require(f"token_extras/{ROLES}").tolist()
+    segments = list(zip(*(each.tolist() for each in _segments(rollout)), strict=True))
+    attempts = turns.new_zeros(len(rollout), 1 + max([0, *(turn for *_, turn in segments)]))
+    above = dict[tuple[int, int], dict[int, int]]()  # first turn of each role up to a segment
+    places = Counter[int]()
+    for row, begin, parent, turn in segments:
+        firsts = above.get((row, parent), {})
+        if turn > 0 and begin < rollout.width:
+            role = roles[row][begin]
+            firsts = {role: turn, **firsts}
+            attempts[row, turn] = firsts[role]
+        above[row, places[row]] = firsts
+        places[row] += 1
+    return attempts.gather(1, turns.clamp(min=0))
 
 
 def segments_of(numbers: Int[Tensor, "B T"], lengths: Int[Tensor, " B"]) -> Ragged:

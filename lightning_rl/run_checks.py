@@ -31,7 +31,16 @@ from lightning_rl.policy import ModelOptions
 from lightning_rl.policy.attention import choose_attention, hardware_of
 from lightning_rl.policy.liger import has_liger
 from lightning_rl.policy.processor import processor_of
-from lightning_rl.rollout import GREEDY_SCORE, ROUTES, SAMPLING_MASK, SUM_PI_SQUARED, TOP_IDS, TOP_LOGPROBS, Rollout
+from lightning_rl.rollout import (
+    GREEDY_SCORE,
+    ROLES,
+    ROUTES,
+    SAMPLING_MASK,
+    SUM_PI_SQUARED,
+    TOP_IDS,
+    TOP_LOGPROBS,
+    Rollout,
+)
 from lightning_rl.signal.reductions import token_mean
 
 Problems = Iterator[str]
@@ -404,7 +413,7 @@ def _extras_problems(readers: Mapping[str, Sequence[str]], options: Options, cor
     recorded = needed_extras(corrections, options.sampling).keys() & extras
     known = {f"token_extras/{name}" for name in recorded} | {f"prompt_extras/{name}" for name in recorded & {ROUTES}}
     known |= {f"extras/{GREEDY_SCORE}"} if advantages.needs_greedy else set()
-    known |= {f"token_extras/{SUM_PI_SQUARED}"} & set(advantages.reads)
+    known |= {f"token_extras/{name}" for name in (ROLES, SUM_PI_SQUARED)} & set(advantages.reads)
     for callback in providing:
         for twice in sorted(known & set(callback.provides)):
             yield (

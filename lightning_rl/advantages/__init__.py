@@ -12,6 +12,7 @@ from lightning_rl.advantages.gae import GAE
 from lightning_rl.advantages.gae_over_turns import GAEOverTurns
 from lightning_rl.advantages.gpg import GPG
 from lightning_rl.advantages.group_relative import GRPO, RLOO, DrGRPO, MaxRL
+from lightning_rl.advantages.hierarchical import HierarchicalGRPO
 from lightning_rl.advantages.normalized import Level, Normalized
 from lightning_rl.advantages.opo import OPO
 from lightning_rl.advantages.optimal_token_baseline import OptimalTokenBaseline
@@ -33,6 +34,7 @@ __all__ = [
     "Estimator",
     "FunctionEstimator",
     "GAEOverTurns",
+    "HierarchicalGRPO",
     "LengthAdaptive",
     "Level",
     "MaxRL",
@@ -56,6 +58,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "dr_grpo": DrGRPO(),
     "rloo": RLOO(),
     "maxrl": MaxRL(),
+    "hierarchical_grpo": HierarchicalGRPO(),
     "opo": OPO(),
     "reinforce": RawReward(),
     "reinforce_plus_plus": ReinforcePlusPlus(),

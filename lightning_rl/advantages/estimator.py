@@ -42,6 +42,11 @@ class RewardSignal:
         greedy: Score of the greedy answer to the row's prompt, shape [B]; None unless the estimator needs it.
         turns: Turn index of each token, from 1, or at most 0 for tokens of the environment, shape [B, T]; None without
             turns.
+        turn_rewards: Parts of the score at the last tokens of the turns that earned them, 0 outside ``rewarded``, shape
+            [B, T]; None unless the estimator has ``turn_rewards``.
+        roles: Number of each token's role, :func:`.role_number`, or 0 for tokens of the environment, shape [B, T]; None
+            unless the estimator reads it.
+        attempts: First turn of its role that the turn of each token continues, shape [B, T]; None without roles.
         old_logprobs: Log-probabilities under the policy before the update, shape [B, T]; None if not read.
         rollout_logprobs: Log-probabilities from the engine, shape [B, T]; None if it returns none.
         sum_pi_squared: Sum of the squared probabilities of the vocabulary before each token, under the policy before
@@ -58,6 +63,9 @@ class RewardSignal:
     values: Float[Tensor, "B T"] | None = None
     greedy: Float[Tensor, " B"] | None = None
     turns: Int[Tensor, "B T"] | None = None
+    turn_rewards: Float[Tensor, "B T"] | None = None
+    roles: Int[Tensor, "B T"] | None = None
+    attempts: Int[Tensor, "B T"] | None = None
     old_logprobs: Float[Tensor, "B T"] | None = None
     rollout_logprobs: Float[Tensor, "B T"] | None = None
     sum_pi_squared: Float[Tensor, "B T"] | None = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -186,17 +187,20 @@ def _check_step(name: str, replies: Sequence[Any], rewritten: Sequence[Any], *, 
         raise ValueError(f"expected {name} for the policy to answer, or done=True, got neither")
 
 
-def check_figures(reward: Any, metrics: Any) -> None:
-    """Check that reward and metrics are finite numbers, or None for no reward.
+def check_figures(reward: Any, metrics: Any, turn_rewards: Any = MappingProxyType({})) -> None:
+    """Check that rewards and metrics are finite numbers, or None for no reward.
 
     Raises:
         ValueError: If not; names the value.
     """
     if not isinstance(metrics, Mapping):
         raise ValueError(f"expected metrics to map names to numbers, got {metrics!r:.200}")
+    if not isinstance(turn_rewards, Mapping):
+        raise ValueError(f"expected turn_rewards to map ids of responses to numbers, got {turn_rewards!r:.200}")
     if taken := RESERVED & set(metrics):
         raise ValueError(f"expected another name than {min(taken)!r} for a metric, which every conversation logs")
     figures = {"reward": reward, **{f"metric {name}": value for name, value in metrics.items()}}
+    figures |= {f"reward of {name}": value for name, value in turn_rewards.items()}
     for name, value in figures.items():
         if not isinstance(value, (bool, np.bool_)):
             check_numbers(finite=True, optional=name == "reward", **{name: value})

@@ -24,13 +24,13 @@ from lightning_rl.environments.conversation import PASSED, ConversationLimits, c
 from lightning_rl.environments.environment import Action, check_figures
 from lightning_rl.environments.gateway.calls import Call, CallAnswer
 from lightning_rl.environments.gateway.contexts import Contexts, with_call_ids
-from lightning_rl.environments.gateway.gateway import GATEWAY, POLICY, RefusedCall
+from lightning_rl.environments.gateway.gateway import GATEWAY, OPPONENT, RefusedCall, answer_id
 from lightning_rl.environments.messages import message_of
 from lightning_rl.environments.parsing import AnswerParser, plain_text, truncated_parser
 from lightning_rl.generation import Completion, Request
 from lightning_rl.generation.sessions import Session
 from lightning_rl.processes.errors import TIMEOUT, CallError
-from lightning_rl.samples import Failure, FinishReason, Message, Trajectory
+from lightning_rl.samples import POLICY, Failure, FinishReason, Message, Trajectory
 from lightning_rl.samples.seeds import call_seed
 from lightning_rl.utils.arguments import check_numbers
 from lightning_rl.utils.event_loop import EventLoop
@@ -51,12 +51,14 @@ class PolicyEndpoint:
     Args:
         url: Base URL.
         key: Key, which belongs to the sample.
-        model: Name of the model.
+        model: Name of the model. Calls may have other names, which are roles of the policy, such as "solver".
+        opponent: Name under which the policy answers calls that do not train.
     """
 
     url: str
     key: str
     model: str = POLICY
+    opponent: str = OPPONENT
 
     @property
     def keyed_url(self) -> str:
@@ -76,9 +78,16 @@ class PolicyEndpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramResult:
-    """Reward of a program's sample, or None, and metrics to log."""
+    """Rewards of a program's sample, and metrics to log: turn_rewards {"chatcmpl-515-0": 0.5}.
+
+    Args:
+        reward: Reward of the last answer, or None.
+        turn_rewards: Rewards of answers by the ids of their responses. The sum of all is the reward of the sample.
+        metrics: Figures to log.
+    """
 
     reward: float | None = None
+    turn_rewards: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -152,19 +161,21 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanged:
-    """Request and completion of one call, and the numbers of the events between which it was open."""
+    """Request, completion and reward of one call, and the numbers of the events between which it was open."""
 
     request: Request
     completion: Completion
     messages: tuple[Message, ...]
     begin: int
     end: int
+    reward: float | None = None
 
 
 def in_order(calls: Sequence[Exchanged]) -> list[Exchanged]:
     """Return calls in the order of their arrival, which does not decide between contexts that were open at once.
 
-    Calls of a context continue each other's ids. If calls of two contexts overlapped, ids of prefix and answer decide.
+    Calls of a context continue each other's ids. If calls of two contexts overlapped, or continue the same ids in the
+    same role as attempts do, ids of prefix and answer decide.
     """
     ordered = sorted(calls, key=lambda one: one.begin)
     joined = {id(one): id(one) for one in calls}  # to the first call of each context, and to another context
@@ -175,12 +186,17 @@ def in_order(calls: Sequence[Exchanged]) -> list[Exchanged]:
             found = joined[found]
         return found
 
+    attempts = dict[tuple[tuple[int, ...], str], list[Exchanged]]()
+    for one in calls:
+        attempts.setdefault((one.request.prefix_ids, one.request.role), []).append(one)
+    overlaps, opened = {id(one) for same in attempts.values() if len(same) > 1 for one in same}, list[Exchanged]()
     parents = _parents(calls)
     forks = Counter(map(id, parents.values()))
     for one, parent in ((one, parents[id(one)]) for one in calls if id(one) in parents):
-        if forks[id(parent)] == 1:
+        if forks[id(parent)] == 1 or id(parent) in overlaps:
             joined[context(one)] = context(parent)
-    overlaps, opened = set[int](), list[Exchanged]()
+    for one, other in ((one, same[0]) for same in attempts.values() for one in same):
+        joined[context(one)] = context(other)
     for one in ordered:
         opened = [other for other in opened if other.end > one.begin]
         for other in opened:
@@ -191,7 +207,7 @@ def in_order(calls: Sequence[Exchanged]) -> list[Exchanged]:
     return [
         one
         for group, together in itertools.groupby(ordered, context)
-        for one in (sorted(together, key=_ids_of) if group in unordered else together)
+        for one in (sorted(together, key=_identity_of) if group in unordered else together)
     ]
 
 
@@ -212,13 +228,19 @@ def _ids_of(one: Exchanged) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return one.request.prefix_ids, one.completion.token_ids
 
 
+def _identity_of(one: Exchanged) -> tuple[tuple[int, ...], tuple[int, ...], str, int]:
+    return *_ids_of(one), one.request.role, one.request.seed
+
+
 def tree_of(wanted: Trajectory, calls: Sequence[Exchanged]) -> tuple[Trajectory, list[tuple[Request, Completion]]]:
     """Return the tree of a sample's calls, whose prompt is the prefix of the first, and the calls with their turns."""
-    pairs = [(replace(one.request, turn=turn), one.completion) for turn, one in enumerate(in_order(calls))]
-    made = replace(wanted, request=replace(wanted.request, prefix_ids=pairs[0][0].prefix_ids, media=None))
-    for request, completion in pairs:
-        made = made.extend(*made.find(request.prefix_ids), completion)
-    return made, pairs
+    ordered = in_order(calls)
+    made = replace(wanted, request=replace(wanted.request, prefix_ids=ordered[0].request.prefix_ids, media=None))
+    for one in ordered:
+        made = made.extend(*made.find(one.request.prefix_ids), one.completion)
+        *before, answer = made.segments
+        made = replace(made, segments=(*before, replace(answer, role=one.request.role, reward=one.reward)))
+    return made, [(replace(one.request, turn=turn), one.completion) for turn, one in enumerate(ordered)]
 
 
 class ProgramConversation:
@@ -266,10 +288,11 @@ class ProgramConversation:
 
     def _forget(self) -> None:
         """Clear the state of a try."""
-        self._contexts = Contexts(self._bridge)
-        self._calls, self._number, self._events = list[Exchanged](), 0, 0
-        self._repeats: Counter[tuple[int, ...]] = Counter()
-        self._limit: FinishReason | None = None  # that refused the last call
+        self._contexts = Contexts(self._bridge), Contexts(self._bridge)  # of the policy, of the opponent
+        self._numbers = [0, 0]  # of their calls
+        self._calls, self._events, self._refused, self._aborted = list[Exchanged](), 0, 0, False
+        self._repeats: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self._limit: FinishReason | None = None  # that refused a call at event _refused, until a later one is answered
         self._open: set[asyncio.Task[Any]] = set()  # calls
         self._broken: Exception | None = None  # error of the engine, or of the parser as CallError
         self._left, self._since = self._program.timeout, time.monotonic()
@@ -311,13 +334,23 @@ class ProgramConversation:
                 raise self._broken
             if running.cancelled():
                 raise CallError("CancelledError", "the program cancelled itself")
-            return result_of(running.result())
+            return self._check_ids(result_of(running.result()))
         finally:
             GATEWAY.close(key)
             running.cancel()
             for call in [*self._open]:
                 call.cancel()
             self._seconds += time.monotonic() - begin
+
+    def _check_ids(self, result: ProgramResult) -> ProgramResult:
+        known = {self._id_of(one.request) for one in self._calls}
+        if unknown := [name for name in result.turn_rewards if answer_id(name) not in known]:
+            wanted = "turn_rewards by the ids of responses of the policy"
+            raise ValueError(f"expected {wanted}, got {unknown[0]!r}: use the id of a response that trains")
+        return result
+
+    def _id_of(self, request: Request) -> str:
+        return f"{request.sample_id}-{request.turn}"
 
     def _late(self) -> CallError:
         """Return the error of a program that exceeds its time, with its stack if it blocks the event loop."""
@@ -336,7 +369,7 @@ class ProgramConversation:
             raise self._broken
         if self._limit is not None and self._calls:
             self._end(ProgramResult())
-        elif any(one.completion.finish == FinishReason.ABORT for one in self._calls):
+        elif self._aborted:
             self._end(ProgramResult(), FinishReason.ABORT)
         elif self._retries:
             self._end(ProgramResult(), FinishReason.FAILED, CallError.of(error))
@@ -349,7 +382,7 @@ class ProgramConversation:
         session = self._session
         if session is None:
             raise RuntimeError("expected a sample that has begun, got a call before")
-        begin = self._event()
+        begin, opposes = self._event(), call.model == OPPONENT
         prefix, room = self._room(call)
         first = self._wanted.request
         try:
@@ -358,18 +391,21 @@ class ProgramConversation:
         except ValueError as error:
             raise RefusedCall(400, str(error)) from error
         self._warn(call.ignored)
-        number, repeat = self._number, self._repeats[prefix]
-        self._number, self._repeats[prefix] = number + 1, repeat + 1
+        number, repeat = sum(self._numbers), self._repeats[call.model, prefix]
+        self._numbers[opposes] += 1
+        self._repeats[call.model, prefix] += 1
         request = replace(
             first,
             prefix_ids=prefix,
             media=None,
             turn=number,
             attempt=self._retries,
-            seed=call_seed(first.seed, prefix, repeat),
+            seed=call_seed(first.seed, prefix, repeat, call.model),
             sampling=sampling,
+            role=call.model,
         )
-        span = chat_span(request, self._model)
+        with self._span.current():
+            span = chat_span(request, OPPONENT if opposes else self._model)
         try:
             with self._waiting():
                 completion = await session.complete(request)
@@ -379,15 +415,15 @@ class ProgramConversation:
         end_chat(span, completion)
         answer = self._action(parse, request, completion, call)
         messages = (*call.messages, message_of(answer))
-        self._calls.append(
-            Exchanged(request=request, completion=completion, messages=messages, begin=begin, end=self._event())
-        )
+        made = Exchanged(request=request, completion=completion, messages=messages, begin=begin, end=self._event())
+        self._calls += [] if opposes else [made]
         if self._broken is not None:
             raise RefusedCall(500, f"the answer could not be parsed: {self._broken}")
         if completion.finish == FinishReason.ABORT:
+            self._aborted = True
             raise RefusedCall(400, "the engine aborted the answer: the sample ends")
-        self._contexts.add(prefix, answer)
-        self._limit = None
+        self._contexts[opposes].add(prefix, answer)
+        self._limit = None if begin > self._refused else self._limit
         finish = "length" if completion.finish == FinishReason.LENGTH else "stop"
         return CallAnswer(
             text=answer.text,
@@ -396,8 +432,8 @@ class ProgramConversation:
             finish="tool_calls" if answer.tool_calls else finish,
             prompt_tokens=len(prefix),
             completion_tokens=len(completion.token_ids),
-            model=POLICY,
-            id=f"{first.sample_id}-{number}",
+            model=call.model,
+            id=self._id_of(request),
         )
 
     def count(self, call: Call) -> int:
@@ -408,7 +444,7 @@ class ProgramConversation:
         if any(not isinstance(message.get("content") or "", str) for message in call.messages):
             raise RefusedCall(400, "expected messages of text, got a picture: describe it, or leave it out")
         try:
-            return self._contexts.prefix(call)
+            return self._contexts[call.model == OPPONENT].prefix(call)
         except BridgeError as error:
             raise RefusedCall(400, str(error)) from error
 
@@ -418,15 +454,15 @@ class ProgramConversation:
         Raises:
             RefusedCall: If a limit of the run leaves none.
         """
-        if self._number >= self._limits.turns:
-            self._limit = FinishReason.TURNS
+        if self._numbers[call.model == OPPONENT] >= self._limits.turns:
+            self._limit, self._refused = FinishReason.TURNS, self._events
             raise RefusedCall(400, f"expected at most {self._limits.turns} calls (max_turns), got another one")
         prefix, sampled = self._prefix(call)
         length = math.inf if self._limits.length is None else self._limits.length - len(prefix)
         whole = self._wanted.request.sampling.max_new_tokens - sampled
         room = min(whole, length, self._limits.turn_tokens or math.inf, call.max_tokens or math.inf)
         if room <= 0:
-            self._limit = FinishReason.LENGTH
+            self._limit, self._refused = FinishReason.LENGTH, self._events
             limit = (
                 f"{self._limits.length} tokens" if length <= 0 else f"{whole + sampled} sampled ones (max_new_tokens)"
             )
@@ -487,6 +523,8 @@ class ProgramConversation:
     def _end(self, result: ProgramResult, finish: FinishReason | None = None, failure: CallError | None = None) -> None:
         """Store the trajectory."""
         made, opening, messages = self._wanted, 0, ()
+        rewards = {answer_id(name): float(reward) for name, reward in result.turn_rewards.items()}
+        self._calls = [replace(one, reward=rewards.get(self._id_of(one.request))) for one in self._calls]
         if self._calls:
             made, self.pairs = tree_of(made, self._calls)
             last = in_order(self._calls)[-1]
@@ -497,10 +535,10 @@ class ProgramConversation:
         elif finish is None:
             message = "expected a program that calls the policy, got one that ended without a call"
             finish, failure = FinishReason.FAILED, CallError("NoCall", message)
-        reward = result.reward if failure is None else None
-        if reward is not None:
+        if result.reward is not None and failure is None:
             *before, end = made.segments
-            made = replace(made, segments=(*before, replace(end, reward=float(reward))))
+            made = replace(made, segments=(*before, replace(end, reward=(end.reward or 0.0) + float(result.reward))))
+        given = [segment.reward for segment in made.segments if segment.reward is not None]
         counts = counts_of(made, finish, turns=len(self._calls), retries=self._retries, timeouts=self._timeouts)
         self.trajectory = replace(
             made,
@@ -509,7 +547,7 @@ class ProgramConversation:
             opening=opening,
             metrics={**result.metrics, **counts},
             environment=self._name,
-            environment_reward=None if reward is None else float(reward),
+            environment_reward=sum(given) if given else None,
             seconds=self._seconds,
             failure=None if failure is None else Failure((), str(failure), failure.log, failure.kind),
         )
@@ -523,5 +561,5 @@ def result_of(value: Any) -> ProgramResult:
         ValueError: If it is no reward and no result, or a figure is not finite.
     """
     result = value if isinstance(value, ProgramResult) else ProgramResult(reward=value)
-    check_figures(result.reward, result.metrics)
+    check_figures(result.reward, result.metrics, result.turn_rewards)
     return result

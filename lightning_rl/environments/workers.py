@@ -171,7 +171,9 @@ class Host:
         adopt_orphans()
         try:
             result = result_of(self._factories[name].complete(row, model))
-            return {"reward": result.reward, "metrics": dict(result.metrics)}
+            return {
+                name: dict(value) if isinstance(value, Mapping) else value for name, value in _fields_of(result).items()
+            }
         finally:
             for pid in children():
                 os.kill(pid, SIGKILL)

@@ -105,6 +105,7 @@ class Collector:
     vocabulary: int | None = None
     environments: Environments | None = None
     needs_logprobs: bool = False
+    needs_roles: bool = False
     mismatch_every_n_rollouts: int = 1
     ahead: Ahead = field(default_factory=Ahead)
     skipped: Collection[int] = ()
@@ -336,7 +337,8 @@ class Collector:
         )
         calls = without_failed_conversations(calls, samples)
         turns = self.environments is not None
-        rows = lay_out(samples, self.engine, dtype=self.dtype, logprobs=sampled.logprobs, turns=turns)
+        options = {"logprobs": sampled.logprobs, "turns": turns, "roles": turns and self.needs_roles}
+        rows = lay_out(samples, self.engine, dtype=self.dtype, **options)
         return rewards.fill(rows, calls), calls, rewards.failed_rows(calls, len(rows))
 
     def texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
@@ -374,10 +376,10 @@ def reward_arguments(
 
 
 def lay_out(
-    samples: Sequence[Trajectory], engine: Engine, *, dtype: torch.dtype, logprobs: bool, turns: bool
+    samples: Sequence[Trajectory], engine: Engine, *, dtype: torch.dtype, logprobs: bool, turns: bool, roles: bool
 ) -> Rollout:
     """Return the rows of samples, with their sampling masks checked."""
-    rows = Rollout.of(samples, dtype=dtype, recorded=engine.extras, logprobs=logprobs, turns=turns)
+    rows = Rollout.of(samples, dtype=dtype, recorded=engine.extras, logprobs=logprobs, turns=turns, roles=roles)
     masks = rows.token_extras.get(SAMPLING_MASK)
     if masks is not None and not (holds(masks, rows.response_ids) | ~rows.action_mask).all():
         name = type(engine).__name__

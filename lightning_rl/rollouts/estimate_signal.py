@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_rl.advantages import Estimator, RewardSignal
 from lightning_rl.corrections import REWARDS, Corrections, Stat
-from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, TURN_REWARDS, Rollout, turn_numbers
+from lightning_rl.rollout import GREEDY_SCORE, ROLES, SUM_PI_SQUARED, TURN_REWARDS, Rollout, attempts_of, turn_numbers
 from lightning_rl.signal.masked import GlobalSum, group_index, local_sum
 from lightning_rl.signal.shaped_rewards import shaped_rewards
 from lightning_rl.signal.statistics import group_statistics
@@ -66,6 +66,9 @@ def estimate_advantages(
         values=rollout.values,
         greedy=rollout.extras.get(GREEDY_SCORE),
         turns=None if rollout.segments is None else turn_numbers(rollout),
+        turn_rewards=earned,
+        roles=rollout.token_extras.get(ROLES),
+        attempts=attempts_of(rollout) if ROLES in rollout.token_extras else None,
         old_logprobs=rollout.old_logprobs,
         rollout_logprobs=rollout.rollout_logprobs,
         sum_pi_squared=rollout.token_extras.get(SUM_PI_SQUARED),

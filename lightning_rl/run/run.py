@@ -35,6 +35,7 @@ from lightning_rl.policy import PolicyModel
 from lightning_rl.policy.processor import processor_of
 from lightning_rl.policy.run_models import RunModels
 from lightning_rl.processes.timeouts import CLOCK
+from lightning_rl.rollout import ROLES
 from lightning_rl.rollouts.ahead import Ahead
 from lightning_rl.rollouts.collector import Collector
 from lightning_rl.rollouts.failures import FOLDER
@@ -269,6 +270,7 @@ class Run:
             vocabulary=self.policy.vocabulary,
             environments=self.environments,
             needs_logprobs=self.needs.rollout_logprobs,
+            needs_roles=f"token_extras/{ROLES}" in self.algorithm.advantages.reads,
             mismatch_every_n_rollouts=options.mismatch_every_n_rollouts,
             ahead=self.ahead,
             skipped=self.fault_tolerance.skip_rollouts,

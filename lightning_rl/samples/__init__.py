@@ -1,6 +1,6 @@
 """Records of a sample on its way from a row of the data to a row of a rollout."""
 
-from lightning_rl.samples.completion import Completion, FinishReason, Request
+from lightning_rl.samples.completion import POLICY, Completion, FinishReason, Request
 from lightning_rl.samples.failure import Failure
 from lightning_rl.samples.media import Media
 from lightning_rl.samples.prompt import Message, Prompt
@@ -9,6 +9,7 @@ from lightning_rl.samples.sampling_params import SamplingParams
 from lightning_rl.samples.trajectory import PROMPT, Segment, Trajectory
 
 __all__ = [
+    "POLICY",
     "PROMPT",
     "Completion",
     "Failure",

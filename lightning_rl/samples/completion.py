@@ -13,6 +13,9 @@ from lightning_rl.samples.media import Media
 from lightning_rl.samples.prompt import Prompt
 from lightning_rl.samples.sampling_params import SamplingParams
 
+POLICY = "policy"
+"""Name of the trained model, and role of its tokens unless a program names another."""
+
 
 class FinishReason(IntEnum):
     """Reason why a response ended, as reported by the engine or the environment."""
@@ -44,6 +47,7 @@ class Request:
         rollout: Number of the rollout; where requests queue, those of the lowest rollout come first.
         attempt: Number of the try, 1 for the second try of an environment that failed.
         media: Pictures of the prefix; None without.
+        role: Name of the model in the call of a program.
 
     Raises:
         ValueError: If there is no prompt, or ``eos_token_ids`` is None.
@@ -57,6 +61,7 @@ class Request:
     rollout: int = 0
     attempt: int = 0
     media: Media | None = None
+    role: str = POLICY
 
     @classmethod
     def of(cls, prompt: Prompt, *, sample_id: int, seed: int, sampling: SamplingParams, rollout: int = 0) -> "Request":

@@ -7,6 +7,8 @@ other ranges.
 import hashlib
 from collections.abc import Sequence
 
+from lightning_rl.samples.completion import POLICY
+
 GREEDY = 2**62  # first id of greedy baselines; larger than that of any sample that trains
 ENVIRONMENTS = 2**61  # first of the ids that seed environments, far from those of samples
 EVALUATION = 2**40  # number of ids of each evaluation
@@ -48,19 +50,20 @@ def turn_seed(first: int, turn: int) -> int:
     return first if turn == 0 else _hash(("turn", first, turn))
 
 
-def call_seed(first: int, prefix_ids: Sequence[int], repeat: int) -> int:
+def call_seed(first: int, prefix_ids: Sequence[int], repeat: int, role: str = POLICY) -> int:
     """Return the 31-bit seed of a program's call, which depends neither on time nor on other calls.
 
     Args:
         first: Seed of the sample.
         prefix_ids: Token ids that the call continues.
-        repeat: Number of calls of the sample that continued the same ids before.
+        repeat: Number of calls of the sample that continued the same ids in the same role before.
+        role: Name of the model in the call.
 
     Example:
         >>> len({call_seed(5, ids, repeat) for ids in [(1, 2), (1, 3)] for repeat in range(2)})
         4
     """
-    return _hash(("call", first, *prefix_ids, repeat))
+    return _hash(("call", first, *prefix_ids, repeat, *([] if role == POLICY else [role])))
 
 
 def environment_seed(run_seed: int, prompt: int) -> int:

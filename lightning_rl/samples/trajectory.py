@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from lightning_rl.samples.completion import Completion, FinishReason, Request
+from lightning_rl.samples.completion import POLICY, Completion, FinishReason, Request
 from lightning_rl.samples.failure import Failure
 from lightning_rl.samples.media import Media, join_media
 from lightning_rl.samples.prompt import REWRITTEN, Message, Prompt
@@ -32,6 +32,7 @@ class Segment:
         reward: Reward of the turn that the segment ends, or None.
         extras: Further data of each token by name, [L, ...].
         media: Pictures among tokens that were read; None without.
+        role: Role in which the policy sampled the tokens, such as "solver".
     """
 
     token_ids: tuple[int, ...]
@@ -43,6 +44,7 @@ class Segment:
     reward: float | None = None
     extras: Mapping[str, Shaped[Tensor, "L ..."]] = field(default_factory=dict)
     media: Media | None = None
+    role: str = POLICY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,18 +137,25 @@ class Trajectory:
     def find(self, prefix: Sequence[int]) -> tuple[int | None, tuple[int, ...]]:
         """Return the segment that a prefix continues, and its ids after that segment, as for :meth:`extend`.
 
-        It is the last segment of the longest path that the prefix begins with, the newest among equals; None if the
-        prefix begins with none, so that it is a new context.
+        It is the last segment of the longest path that the prefix begins with; None if the prefix begins with none, so
+        that it is a new context. Among equal answers it is the newest that no other answer continues, if there is one.
         """
         prefix, begins = tuple(prefix), self.request.prefix_ids
+        answers: dict[int | None, int | None] = {PROMPT: PROMPT, None: None}  # the last one of the path to a segment
+        continued = set[int | None]()
         reached: dict[int, int] = {PROMPT: len(begins)} if prefix[: len(begins)] == begins else {}
         for place, segment in enumerate(self.segments):
+            answers[place] = place if segment.sampled else answers[segment.parent]
+            continued |= {answers[segment.parent]} if segment.sampled else set()
             begin = 0 if segment.parent is None else reached.get(segment.parent)
             if begin is not None and prefix[begin : begin + len(segment.token_ids)] == segment.token_ids:
                 reached[place] = begin + len(segment.token_ids)
         if not reached:
             return None, prefix
-        parent = max(reached, key=lambda place: (reached[place], place))
+        ends = {place: 0 if (answer := answers[place]) is None else reached[answer] for place in reached}
+        longest = ends[max(reached, key=lambda place: reached[place])]
+        equal = [place for place in reached if ends[place] == longest]
+        parent = max(equal, key=lambda place: (answers[place] not in continued, reached[place], place))
         return parent, prefix[reached[parent] :]
 
     def media_of(self, parent: int | None, read: Sequence[int], media: Media | None) -> Media | None:

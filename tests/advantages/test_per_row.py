@@ -339,7 +339,7 @@ def test_a_users_function_that_compares_refuses_groups_of_one() -> None:
 
 
 def test_what_an_estimator_looks_at_is_declared() -> None:
-    by_group_alone = {"grpo", "dr_grpo", "rloo", "opo", "pass_at_k"}
+    by_group_alone = {"grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "hierarchical_grpo"}
     within = {name for name, estimator in ESTIMATORS.items() if estimator.within_groups}
     assert within == {*by_group_alone, "maxrl", "reinforce", "optimal_token_baseline"}
     shift_invariant = {name for name, estimator in ESTIMATORS.items() if estimator.shift_invariant}

@@ -67,12 +67,16 @@ class Client:
         self, messages: Sequence[Any], tools: Sequence[Any] = (), *, stream: bool = False, **fields: Any
     ) -> dict[str, Any]:
         """Return the message of the answer."""
+        said = self.said(messages, tools=list(tools), stream=stream, **fields)
+        return joined(said.decode()) if stream else json.loads(said)["choices"][0]["message"]
+
+    def said(self, messages: Sequence[Any], **fields: Any) -> bytes:
+        """Return the body of the response."""
         time.sleep(random.Random().random() * self.pause)
-        body = {"model": self.model.model, "messages": messages, "tools": list(tools), "stream": stream, **fields}
-        status, said = self.post(body)
+        status, said = self.post({"model": self.model.model, "messages": messages, **fields})
         if status != 200:
             raise RefusedError(status, json.loads(said)["error"]["message"])
-        return joined(said.decode()) if stream else json.loads(said)["choices"][0]["message"]
+        return said
 
 
 def joined(events: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from lightning_rl.advantages import RewardSignal
 from lightning_rl.callbacks import EntropyBonus
 from lightning_rl.corrections import OUTPUTS, Corrections
 from lightning_rl.corrections.stat import merge_moments
-from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, turn_numbers
+from lightning_rl.rollout import GREEDY_SCORE, SUM_PI_SQUARED, role_number, turn_numbers
 from lightning_rl.signal.masked import GlobalSum, local_sum
 from lightning_rl.signal.reductions import Reduction, token_mean
 from lightning_rl.signal.selection import GlobalConcat, local_values
@@ -142,6 +142,9 @@ def signal_of(rollout: Rollout, global_sum: GlobalSum = local_sum, **changes: An
         "values": rollout.values,
         "greedy": rollout.extras[GREEDY_SCORE],
         "turns": turn_numbers(rollout),
+        "turn_rewards": earned,
+        "roles": torch.where(turn_numbers(rollout) > 1, role_number("solver"), role_number("policy")),
+        "attempts": turn_numbers(rollout),  # without a turn that continues one of its role
         "old_logprobs": rollout.old_logprobs,
         "rollout_logprobs": rollout.rollout_logprobs,
         "sum_pi_squared": rollout.token_extras[SUM_PI_SQUARED],

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from lightning_rl import GAE, LossView, ReMax, RLCallback
 from lightning_rl.corrections import Corrections
+from lightning_rl.rollout import turn_numbers
 from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
 from lightning_rl.signal.statistics import group_statistics
 from properties.batches import (
@@ -54,6 +55,8 @@ FOLLOW_A_SHIFT |= {"optimal_token_baseline", "otb-weighed"}  # at the end of the
 FOLLOW_A_SCALE = {"dr_grpo", "rloo", "opo", "reinforce", "remax", "batch-rloo", "raw", "gae-raw", "function"}
 FOLLOW_A_SCALE |= {"gae-vapo", "gae_over_turns-raw", "gae_over_turns-critic", "gpg", "gpg-nonzero", "pass_at_k"}
 FOLLOW_A_SCALE |= {"optimal_token_baseline", "otb-tail", "otb-weighed"}
+FOLLOW_A_SCALE |= {"hierarchical_grpo-mean"}
+ON_TWO_LEVELS = {"hierarchical_grpo", "hierarchical_grpo-mean"}
 SOME_TOKENS = {"pass_at_k", "pass_at_k-scaled", "otb-tail"}
 # Means over tokens, in which a row without one weighs nothing, and the only row with some is its own mean.
 OVER_TOKENS = {"opo", "optimal_token_baseline", "otb-weighed", "reinforce_plus_plus", "reinforce_plus_plus_baseline"}
@@ -62,11 +65,11 @@ OVER_TOKENS |= {"rpp-discounted", "gae", "gae_over_turns", "gae-relative"}
 
 
 def advantages(name: str, view: LossView, **changes: Any) -> Tensor:
-    return ESTIMATOR_EXAMPLES[name](signal_of(view, **changes)).advantages
+    return ESTIMATOR_EXAMPLES[name](signal_of(view, turn_rewards=name in ON_TWO_LEVELS, **changes)).advantages
 
 
 def both(name: str, view: LossView) -> list[Tensor]:
-    found = ESTIMATOR_EXAMPLES[name](signal_of(view))
+    found = ESTIMATOR_EXAMPLES[name](signal_of(view, turn_rewards=name in ON_TWO_LEVELS))
     return [found.advantages] if found.returns is None else [found.advantages, found.returns]
 
 
@@ -123,6 +126,8 @@ def test_i_11_advantages_are_where_the_valid_tokens_of_a_spread_group_are(name: 
     noise = torch.rand(len(view), generator=torch.Generator().manual_seed(4), dtype=torch.float64) + 0.5
     varied = view.replace(rewards=torch.where(view.groups == 1, 2.0, noise))  # group 1 is constant
     spread = group_statistics(varied.rewards, varied.groups, varied.rewarded).spread[:, None] & view.valid_tokens
+    if name in ON_TWO_LEVELS:
+        spread &= turn_numbers(view) == 1  # not those of attempts
     found = advantages(name, varied)
     assert not found[~view.valid_tokens].any()
     if name in SOME_TOKENS:

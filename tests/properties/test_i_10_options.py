@@ -47,6 +47,7 @@ from lightning_rl.advantages import (
     GPG,
     FunctionEstimator,
     GAEOverTurns,
+    HierarchicalGRPO,
     LengthAdaptive,
     OptimalTokenBaseline,
     PassAtK,
@@ -149,6 +150,7 @@ ESTIMATOR_KNOBS: dict[type, Knobs] = {
             "turn_rewards": (False, True),
         },
     ),
+    HierarchicalGRPO: Knobs({"role": ("solver", "policy"), "comparison": (GRPO(), DrGRPO())}),
     GPG: Knobs({"teaches": ("different", "nonzero")}),
     PassAtK: Knobs(
         {"scaled": (False, True), "unbiased": (True, False), "epsilon": (1e-6, 0.1)},

@@ -151,6 +151,16 @@ def test_two_answers_to_one_segment_are_two_branches() -> None:
     assert (forked.branches(), forked.finish) == ([(0, 1, 2), (0, 1, 3)], FinishReason.LENGTH)
 
 
+def test_of_equal_answers_each_continuation_follows_one_that_no_other_answer_continues() -> None:
+    first = Trajectory(prompt=Prompt(0, (2,), "", {}), request=request_of((2,), 0, 0))
+    answer = Completion(token_ids=(5, 1), logprobs=None, finish=FinishReason.STOP, version=1)
+    made = first.extend(PROMPT, (), answer).extend(PROMPT, (), answer)
+    for parent in (1, 0):
+        assert made.find((2, 5, 1, 8)) == (parent, (8,))
+        made = made.extend(*made.find((2, 5, 1, 8)), answer)
+    assert made.branches() == [(1, 2, 3), (0, 4, 5)] and made.find((2, 5, 1, 8)) == (4, ())
+
+
 def test_a_segment_without_the_extras_of_its_engine_is_refused() -> None:
     answer = Completion(token_ids=(8, 1), logprobs=None, finish=FinishReason.STOP, version=1)
     trajectory = Trajectory(prompt=Prompt(7, (3,), "", {}), request=request_of((3,), 1, 0)).extend(PROMPT, (), answer)

@@ -16,6 +16,7 @@ import pytest
 from kit.chats import TOOLS, chat_prompts
 from kit.conversations import Talk, wanted
 from kit.forks import PATH
+from kit.harnesses import Client, fake, opened, user
 from kit.ranks import STRATEGIES, run_ranks
 from kit.support import a_trainer, fit, tiny_module, tiny_prompts, weights_of
 from opentelemetry import trace
@@ -30,6 +31,7 @@ from lightning_rl.environments import (
     Action,
     Conversation,
     ConversationLimits,
+    Program,
     TokenStep,
     ToolCall,
     ToolEnvironment,
@@ -157,6 +159,15 @@ def test_an_evaluation_has_a_span_around_each_batch() -> None:
         evaluate(module, data)
         assert tree() == [("evaluate", [sample, *rewards])] * (2 if stage == "val" else 4)
         assert all(attributes_of(span) == {"lightning_rl.stage": stage} for span in spans("evaluate"))
+
+
+def test_calls_of_an_opponent_are_chats_with_its_name() -> None:
+    def play(row: Any, model: Any) -> None:
+        for name in (model.model, model.opponent):
+            Client(model)([user(row["prompt"])], model=name)
+
+    converse(opened("qwen2.5", Program(play), [{"prompt": "one"}]), fake("qwen2.5"))
+    assert tree() == [("invoke_agent environment", ["chat", "chat opponent"])]
 
 
 def test_every_attribute_of_generative_ai_is_in_the_conventions() -> None:

@@ -14,6 +14,7 @@ from lightning_rl.audit.sampling_statistics import Pair
 from lightning_rl.corrections import REWARDS
 from lightning_rl.environments import ConversationLimits
 from lightning_rl.environments.outcome import REWARD_COLUMNS
+from lightning_rl.fields import Ragged
 from lightning_rl.generation import request_seed, turn_seed
 from lightning_rl.rollout import TOKEN, TURN_REWARDS, segments_of, turn_numbers
 from lightning_rl.samples.seeds import call_seed
@@ -55,11 +56,12 @@ def turn_order(evidence: Evidence) -> Iterator[Finding]:
 
 def _are_calls(evidence: Evidence, sample: int) -> bool:
     """Return True if the turns of a sample have the seeds of calls of a program."""
-    requests, repeats = [request for request, _ in evidence.turns[sample]], Counter[tuple[int, ...]]()
+    requests, repeats = [request for request, _ in evidence.turns[sample]], Counter[tuple[str, tuple[int, ...]]]()
     first, right = request_seed(evidence.facts.seed or 0, evidence.number, sample), list[int]()
     for request in requests:
-        right.append(call_seed(first, request.prefix_ids, repeats[request.prefix_ids]))
-        repeats[request.prefix_ids] += 1
+        repeat = repeats[request.role, request.prefix_ids]
+        right.append(call_seed(first, request.prefix_ids, repeat, request.role))
+        repeats[request.role, request.prefix_ids] += 1
     return sorted(request.seed for request in requests) == sorted(right)
 
 
@@ -122,7 +124,7 @@ def sample_weights(evidence: Evidence) -> Iterator[Finding | Skip]:
     groups, estimator = evidence.groups, evidence.algorithm.advantages
     if groups.segments is None:
         return
-    if estimator.per_token:
+    if estimator.per_token or estimator.turn_rewards:
         yield Skip("the steps of the estimator are turns or tokens")
         return
     joined = (turn_numbers(groups) > 0).long()
@@ -262,7 +264,10 @@ def silent_environments(evidence: Evidence) -> Iterator[Finding | Skip]:
     order = (~groups.action_mask).to(torch.int8).argsort(dim=-1, stable=True)
     alone = groups.map(lambda tensor, axis, _: _along(tensor, order) if axis == TOKEN else tensor)
     lengths = groups.action_mask.sum(-1).to(groups.response_lengths.dtype)
-    segments = segments_of(_along(turn_numbers(groups), order), lengths)
+    values, counts = groups.segments.values, groups.segments.counts
+    rows = torch.arange(len(counts)).repeat_interleave(counts).to(values.device)
+    starts = torch.nn.functional.pad(groups.action_mask.cumsum(-1), (1, 0))[rows, values[:, 0]]  # sampled tokens before
+    segments = Ragged(torch.cat([starts[:, None], values[:, 1:]], 1), counts)
     alone = alone.replace(response_lengths=lengths, segments=segments)
     theirs = torch.zeros_like(evidence.advantages).scatter(1, order, evidence.advantages_of(alone))
     valid, atol = groups.valid_tokens, signal_rounding(groups, groups, evidence.advantages)

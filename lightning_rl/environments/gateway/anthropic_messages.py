@@ -25,6 +25,7 @@ class AnthropicMessages(WireProtocol):
     """Protocol of ``POST /v1/messages``; reasoning is a block of thinking, signed with the id of its answer."""
 
     route = "/v1/messages"
+    prefix = "msg_"
     tool = ("custom", "input_schema")
     refused = ("container", "mcp_servers", "output_config.format", "output_format")
 
@@ -39,7 +40,7 @@ class AnthropicMessages(WireProtocol):
 
     @override
     def body(self, call: Call, answer: CallAnswer) -> dict[str, Any]:
-        body = {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "model": answer.model}
+        body = {"id": f"{self.prefix}{answer.id}", "type": "message", "role": "assistant", "model": answer.model}
         body |= {"content": list(_blocks(answer)), "stop_reason": REASONS[answer.finish], "stop_sequence": None}
         return body | {"usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens}}
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from lightning_rl.environments.chat_template import with_callers
 from lightning_rl.environments.environment import ToolCall
 from lightning_rl.environments.gateway import reading
-from lightning_rl.samples import Message
+from lightning_rl.samples import POLICY, Message
 from lightning_rl.utils.arguments import check_counts
 
 MODELS = "/v1/models"
@@ -26,6 +26,7 @@ class Call:
     """Request of a program as chat messages: messages ({"role": "user", "content": "2 + 3?"},), max_tokens 64.
 
     Args:
+        model: Name of the model, which is the role of the policy in the call.
         messages: Messages for a chat template, of the roles system, user, assistant and tool. A content is text, or a
             list of parts if one is a picture, which is a data URL. Arguments of tool calls are mappings, or text that
             is no JSON object.
@@ -37,6 +38,7 @@ class Call:
         ignored: Names of fields without effect, such as ``temperature``, which the run decides.
     """
 
+    model: str = POLICY
     messages: tuple[Message, ...]
     tools: tuple[Message, ...] = ()
     max_tokens: int | None = None
@@ -70,12 +72,14 @@ class WireProtocol(ABC):
 
     Attributes:
         route: Path of requests with POST.
+        prefix: Beginning of the ids of responses, before :attr:`CallAnswer.id`.
         tool: Type of tools, and field with the schema of their parameters.
         refused: Names of fields that are refused with a value; a dot separates the names of nested fields.
         defaults: Values of fields that are refused with any other value.
     """
 
     route: ClassVar[str]
+    prefix: ClassVar[str]
     tool: ClassVar[tuple[str, str]] = ("function", "parameters")
     refused: ClassVar[tuple[str, ...]]
     defaults: ClassVar[Mapping[str, Any]] = {}
@@ -107,6 +111,7 @@ class WireProtocol(ABC):
         if not (messages := with_callers(self._messages(fields))):
             raise ValueError("expected messages, got none: send what the policy has to answer")
         return Call(
+            model=reading.text(fields.get("model", POLICY)),
             messages=tuple(messages),
             tools=() if kind == "none" else tuple(reading.schema(tool, *self.tool) for tool in fields.get("tools", ())),
             max_tokens=limit,
@@ -134,11 +139,11 @@ class WireProtocol(ABC):
         return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
-def models(name: str) -> dict[str, Any]:
-    """Return the list of the one model, with the fields of both providers."""
-    model = {"id": name, "object": "model", "created": 0, "owned_by": "lightning-rl"}
-    model |= {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
-    return {"object": "list", "data": [model], "has_more": False, "first_id": name, "last_id": name}
+def models(*names: str) -> dict[str, Any]:
+    """Return the list of models, with the fields of both providers."""
+    fields = {"object": "model", "created": 0, "owned_by": "lightning-rl", "type": "model"}
+    data = [{"id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z", **fields} for name in names]
+    return {"object": "list", "data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]}
 
 
 def key_of(headers: Mapping[str, str]) -> str:

@@ -19,6 +19,7 @@ class ChatCompletions(WireProtocol):
     """Protocol of ``POST /v1/chat/completions``; reasoning is the field ``reasoning_content`` of a message."""
 
     route = "/v1/chat/completions"
+    prefix = "chatcmpl-"
     refused = ("logprobs", "top_logprobs", "audio", "functions", "web_search_options")
     defaults: ClassVar[Mapping[str, Any]] = {"n": 1, "modalities": ["text"], "response_format": {"type": "text"}}
 
@@ -36,7 +37,7 @@ class ChatCompletions(WireProtocol):
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish}
         usage = {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.completion_tokens}
         usage["total_tokens"] = answer.prompt_tokens + answer.completion_tokens
-        head = {"id": f"chatcmpl-{answer.id}", "object": "chat.completion", "created": 0, "model": answer.model}
+        head = {"id": f"{self.prefix}{answer.id}", "object": "chat.completion", "created": 0, "model": answer.model}
         return {**head, "choices": [choice], "usage": usage}
 
     @override

@@ -10,16 +10,23 @@ from lightning_rl.environments.gateway.anthropic_messages import COUNT, Anthropi
 from lightning_rl.environments.gateway.calls import MODELS, Call, CallAnswer, WireProtocol, encode_event, key_of, models
 from lightning_rl.environments.gateway.chat_completions import ChatCompletions
 from lightning_rl.environments.gateway.responses import Responses
+from lightning_rl.samples import POLICY
 from lightning_rl.utils.strict_json import parse_json
 
-POLICY = "policy"
-"""Name of the trained model."""
+OPPONENT = "opponent"
+"""Name under which the policy answers calls that do not train."""
 
 MAX_BODY = 2**26  # bytes of a request
 BACKLOG = 1024  # connections that wait to be accepted
 PROTOCOLS: Mapping[str, WireProtocol] = {
     protocol.route: protocol for protocol in (ChatCompletions(), Responses(), AnthropicMessages())
 }
+
+
+def answer_id(response_id: str) -> str:
+    """Return the id of the answer in a response, :attr:`CallAnswer.id`."""
+    prefix = next((each.prefix for each in PROTOCOLS.values() if response_id.startswith(each.prefix)), "")
+    return response_id.removeprefix(prefix)
 
 
 class RefusedCall(Exception):  # noqa: N818
@@ -96,7 +103,7 @@ class Gateway:
         if handler is None:
             raise RefusedCall(401, "expected the key of a sample that is open: use the key that the program got")
         if (request.method, path) == ("GET", MODELS):
-            return web.json_response(models(POLICY))
+            return web.json_response(models(POLICY, OPPONENT))
         if request.method != "POST" or path not in (*PROTOCOLS, COUNT):
             routes = ", ".join((*PROTOCOLS, COUNT, MODELS))
             raise RefusedCall(404, f"expected one of {routes}, got {request.method} {path}: use one of these")

@@ -27,6 +27,7 @@ class Responses(WireProtocol):
     """
 
     route = "/v1/responses"
+    prefix = "resp_"
     refused = ("background", "previous_response_id", "conversation", "prompt", "top_logprobs")
     defaults: ClassVar[Mapping[str, Any]] = {
         "text.format": {"type": "text"},
@@ -54,11 +55,11 @@ class Responses(WireProtocol):
         usage = {"input_tokens": answer.prompt_tokens, "input_tokens_details": {"cached_tokens": 0}}
         usage |= {"output_tokens": answer.completion_tokens, "output_tokens_details": {"reasoning_tokens": 0}}
         usage["total_tokens"] = answer.prompt_tokens + answer.completion_tokens
-        body: dict[str, Any] = {"id": f"resp_{answer.id}", "object": "response", "created_at": 0, "model": answer.model}
+        body: dict[str, Any] = {"id": f"{self.prefix}{answer.id}", "object": "response", "created_at": 0}
         body |= {"tools": [{"type": "function", "strict": False, **tool["function"]} for tool in call.tools]}
         body |= {"tool_choice": "auto", "parallel_tool_calls": True, "error": None, "status": status, "usage": usage}
         body["incomplete_details"] = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return {**body, "output": [{**item, "status": status} for item in _items(answer)]}
+        return {**body, "model": answer.model, "output": [{**item, "status": status} for item in _items(answer)]}
 
     @override
     def events(self, call: Call, answer: CallAnswer) -> Iterator[Event]:

@@ -267,7 +267,7 @@ def row_order(case: AlgorithmCase) -> Iterator[Finding]:
 
 @check(culprit=ESTIMATOR, cure="spread an advantage over `valid_tokens` and nowhere else")
 def advantage_support(case: AlgorithmCase) -> Iterator[Finding]:
-    """Advantages are 0 outside the valid tokens; those of an estimator per row are constant over a row."""
+    """Advantages are 0 outside the valid tokens; without rewards of tokens or turns they are constant over a row."""
     rollout, advantages = case.rollout, case.rollout.require("advantages")
     valid, nowhere = rollout.valid_tokens, torch.zeros_like(advantages)
     yield from differences(
@@ -280,7 +280,8 @@ def advantage_support(case: AlgorithmCase) -> Iterator[Finding]:
     low = torch.where(valid, advantages, torch.inf).amin(-1)
     high = torch.where(valid, advantages, -torch.inf).amax(-1)
     rows = (high - low > rounding(advantages.dtype, high.abs(), 1)) & valid.any(-1)
-    if rows.any() and not case.algorithm.advantages.per_token:
+    estimator = case.algorithm.advantages
+    if rows.any() and not (estimator.per_token or estimator.turn_rewards):
         yield Finding(
             expected="one advantage at all valid tokens of a row",
             observed="advantages that differ",
