@@ -1,5 +1,6 @@
 """Conversations as rewards see them, together with the requests and completions of their turns."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -153,13 +154,22 @@ def conversation_figures(
 
 
 def _tokens(conversation: AuditedConversation) -> int:
-    """Return the number of tokens that were read behind contexts before, with all tokens of a rewritten context."""
-    total, known = 0, list[tuple[int, ...]]()
+    """Return the number of tokens that were read behind contexts before, with all tokens of a rewritten context.
+
+    Of equal answers, one that no other answer continues is continued, behind which nothing was read before.
+    """
+    total, prefixes, open_answers = 0, list[tuple[int, ...]](), Counter[tuple[int, ...]]()
+    answers = set[tuple[int, ...]]()
     for turn, (request, completion) in enumerate(conversation.turns, 1):
         prefix = request.prefix_ids
-        before = max((len(ids) for ids in known if prefix[: len(ids)] == ids), default=0)
-        total += len(prefix) - (0 if turn in conversation.rewrites else before) if known else 0
-        known += [prefix, (*prefix, *completion.token_ids)]
+        known = [ids for ids in (*prefixes, *answers) if prefix[: len(ids)] == ids]
+        answer = max((ids for ids in known if ids in answers), key=len, default=())
+        before = answer if open_answers[answer] else max(known, key=len, default=())
+        open_answers[answer] -= bool(open_answers[answer])
+        total += len(prefix) - (0 if turn in conversation.rewrites else len(before)) if prefixes else 0
+        prefixes.append(prefix)
+        answers.add(whole := (*prefix, *completion.token_ids))
+        open_answers[whole] += 1
     return total
 
 

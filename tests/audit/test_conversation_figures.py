@@ -70,6 +70,11 @@ def test_a_rewritten_context_counts_whole_even_where_it_goes_on_as_before() -> N
     assert values([rewritten], environment=Partner)["env/tokens"] == (14.0, 1.0)
 
 
+def test_what_is_read_behind_each_of_two_equal_answers_counts_twice_and_for_a_third_call_not_again() -> None:
+    forked = conversation((3, 2), (3, 2), (7, 1), (7, 1), (7, 1))
+    assert values([forked], environment=Partner)["env/tokens"] == (4.0, 1.0)
+
+
 def test_calls_are_counted_where_nobody_else_gives_figures_of_them() -> None:
     tools, conversations = partial(ToolEnvironment, (look,)), [conversation((3, 2), (9, 2)), conversation((3, 2))]
     assert values(conversations, environment=tools)["env/tool_calls"] == (1.0, 2.0)
