@@ -97,6 +97,15 @@ def check_counts(minimum: int, *, optional: bool = False, **numbers: Any) -> Non
             raise ValueError(f"expected {name} to be a whole number {at_least}{none}, got {_with_type(number)}")
 
 
+def check_unicode(text: str) -> None:
+    """Raise ValueError if a text cannot be encoded, because half of a surrogate pair is in it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        got = f"{error.object[error.start]!r} in {text[:80]!r}"
+        raise ValueError(f"expected Unicode text, got half of a surrogate pair, {got}: leave it out") from None
+
+
 def check_bools(**flags: Any) -> None:
     """Raise ValueError unless all arguments are True or False."""
     for name, flag in flags.items():
