@@ -81,8 +81,8 @@ def truncated_parser(
         return plain
 
     def read(token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
-        parsed = parse(token_ids, prefix_ids, tools)
-        return plain(token_ids, prefix_ids, tools) if parsed.tool_calls or parsed.errors else parsed
+        answer = parse(token_ids, prefix_ids, tools)
+        return plain(token_ids, prefix_ids, tools) if answer.tool_calls or answer.errors else answer
 
     return read
 

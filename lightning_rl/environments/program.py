@@ -413,7 +413,7 @@ class ProgramConversation:
             self._broken = error
             raise RefusedCall(500, "the engine failed, which ends the run") from error
         end_chat(span, completion)
-        answer, stopped = self._action(parse, request, completion, call)
+        answer, drawn = self._action(parse, request, completion, call), completion.token_ids
         messages = (*call.messages, message_of(answer))
         made = Exchanged(request=request, completion=completion, messages=messages, begin=begin, end=self._event())
         self._calls += [] if opposes else [made]
@@ -431,10 +431,10 @@ class ProgramConversation:
             tool_calls=tuple(answer.tool_calls),
             finish="tool_calls" if answer.tool_calls else finish,
             prompt_tokens=len(prefix),
-            completion_tokens=len(completion.token_ids),
+            completion_tokens=len(drawn),
             model=call.model,
             id=self._id_of(request),
-            stop=None if answer.tool_calls else stopped,
+            stop=None if answer.tool_calls else before_stop(self._bridge.tokenizer, drawn, call.stop)[1],
         )
 
     def count(self, call: Call) -> int:
@@ -475,15 +475,10 @@ class ProgramConversation:
             )
         return prefix, int(room)
 
-    def _action(
-        self, parse: AnswerParser, request: Request, completion: Completion, call: Call
-    ) -> tuple[Action, str | None]:
-        """Return the parts of an answer before a stop string of the call, text alone if its tool calls cannot be read,
-        and this string.
-        """
+    def _action(self, parse: AnswerParser, request: Request, completion: Completion, call: Call) -> Action:
+        """Return the parts of an answer before its stop string; text alone if its tool calls cannot be read."""
         tokenizer, close = self._bridge.tokenizer, self._bridge.close
-        before, stopped = before_stop(tokenizer, completion.token_ids, call.stop)
-        asked = before, request.prefix_ids, call.tools
+        asked = before_stop(tokenizer, completion.token_ids, call.stop)[0], request.prefix_ids, call.tools
         answer = plain_text(tokenizer, close)(*asked)
         if completion.finish == FinishReason.LENGTH:
             parse = truncated_parser(parse, tokenizer, close)
@@ -494,7 +489,7 @@ class ProgramConversation:
         else:
             answer = answer if parsed.errors else parsed
         answer = replace(answer, finish=completion.finish, token_ids=completion.token_ids)
-        return with_call_ids(answer, request.prefix_ids), stopped
+        return with_call_ids(answer, request.prefix_ids)
 
     def _warn(self, ignored: Sequence[str]) -> None:
         new = sorted(set(ignored) - IGNORED)

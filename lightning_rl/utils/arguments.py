@@ -97,13 +97,13 @@ def check_counts(minimum: int, *, optional: bool = False, **numbers: Any) -> Non
             raise ValueError(f"expected {name} to be a whole number {at_least}{none}, got {_with_type(number)}")
 
 
-def check_unicode(text: str) -> None:
-    """Raise ValueError if a text cannot be encoded, because half of a surrogate pair is in it."""
+def check_unicode(text: str, name: str = "a message", cure: str = "leave it out") -> None:
+    """Raise ValueError for half of a surrogate pair in a text, which no tokenizer encodes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        got = f"{error.object[error.start]!r} in {text[:80]!r}"
-        raise ValueError(f"expected Unicode text, got half of a surrogate pair, {got}: leave it out") from None
+        got = f"{text[error.start]!a} at character {error.start}, half of a surrogate pair"
+        raise ValueError(f"expected a text that UTF-8 can write in {name}, got {got}: {cure}") from error
 
 
 def check_bools(**flags: Any) -> None:

@@ -50,10 +50,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallAnswer:
-    """Answer of the policy to a call: text "5", reasoning None, tool_calls (), finish "stop", id "a1".
+    """Answer of the policy: text "5", reasoning None, tool_calls (), finish "stop", id "a1", stop "#" after it.
 
     Tool calls have ids, which differ within a conversation. Each protocol adds its prefix to the id of the answer.
-    ``stop`` is the text of the call that ended the answer, which is without it.
     """
 
     text: str

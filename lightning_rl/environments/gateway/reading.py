@@ -17,7 +17,7 @@ def text(value: Any) -> str:
     """Return a value that has to be text."""
     if not isinstance(value, str):
         raise ValueError(f"expected text, got {value!r:.200}: send a string")
-    check_unicode(value)
+    check_unicode(value, "a call")
     return value
 
 
