@@ -222,7 +222,10 @@ NUMBERS: dict[str, Case] = {
         r"expected environment gym to be made without arguments .*, got GymEnvironment, missing a required "
         r"argument: 'make': pass functools.partial\(GymEnvironment, ...\) or a lambda",
     ),
-    "environment that is a tool": (made(environment=parity_reward), r", or \[parity_reward\] if it is a tool"),
+    "environment that is a tool": (
+        made(environment=parity_reward),
+        r", \[parity_reward\] if it is a tool, or Program\(parity_reward\) if it is a program",
+    ),
     "environment without a name": (made(environment={3: Echo}), "a name without / for each environment, .*, got 3"),
     "environment of a path": (made(environment={"a/b": Echo}), "a name without / .*, got 'a/b': its metrics are env/"),
     "environment that is an object": (

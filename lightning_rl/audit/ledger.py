@@ -124,6 +124,8 @@ class SignalLedger(RLCallback):
 
     @override
     def metrics(self, view: LossView) -> dict[str, Stat]:
+        if self._live is None:  # a check before the first rollout
+            return {}
         corrections, totals = self._corrections, self.totals
         charges, valid = update_charges(view, corrections, self._run.algorithm.loss), view.valid_tokens.sum().double()
         left = totals.carrying / max(totals.tokens, 1.0) / max(totals.advantage, 1e-300)

@@ -17,7 +17,7 @@ from lightning_rl.data.pictures import column_pictures, is_picture, pixels_of, p
 from lightning_rl.data.row_schema import CONTINUES, TOOLS, VARIABLES, PromptForm, Reading, has_pictures, is_token_ids
 from lightning_rl.policy.processor import PictureProcessor, Pixels, processor_of
 from lightning_rl.samples import Media, Prompt
-from lightning_rl.utils.arguments import check_choices, check_counts
+from lightning_rl.utils.arguments import check_choices, check_counts, check_unicode
 from lightning_rl.utils.chat_rendering import apply_template
 from lightning_rl.utils.naming import in_words
 from lightning_rl.utils.template_date import FIXED, TODAY, TemplateDate
@@ -272,15 +272,11 @@ def _variables_of(template: str) -> frozenset[str]:
 def _whole(text: str, name: str, variables: Mapping[str, Any] = MappingProxyType({})) -> str:
     """Return a text; raise ValueError for half of a surrogate pair, which no tokenizer encodes."""
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
+        check_unicode(text, name, 'repair the data, or pass preprocess= with text.encode("utf-8", "replace").decode()')
+    except ValueError:
         for key, value in variables.items():
             _whole(json.dumps(value, ensure_ascii=False, default=str), f"{key} of {name}")
-        half = text[error.start : error.end]
-        raise ValueError(
-            f"expected a text that UTF-8 can write in {name}, got {half!a} at character {error.start}, half of a "
-            'surrogate pair: repair the data, or pass preprocess= with text.encode("utf-8", "replace").decode()'
-        ) from error
+        raise
     return text
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.data.dropped_parts import dropped_parts, moved_parts
 from lightning_rl.samples import Message
+from lightning_rl.utils.arguments import check_unicode
 from lightning_rl.utils.chat_rendering import apply_template
 from lightning_rl.utils.template_date import TODAY
 
@@ -257,6 +258,8 @@ class Bridge:
                 **TODAY.options(self.tokenizer, **{**self.options, **options}),
             )
         except Exception as error:  # a template may raise anything
+            for text in strings_of([*messages, *(options.get("tools") or ())]):
+                check_unicode(text)
             raise BridgeError(f"the template raises {type(error).__name__}: {error}") from error
 
     def check(self, kind: str) -> list[str]:

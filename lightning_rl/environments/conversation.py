@@ -291,7 +291,7 @@ def chat_span(request: Request, model: str) -> Span:
     """Return the started span of a request to a policy of a name."""
     names = {"gen_ai.operation.name": "chat", "gen_ai.provider.name": "lightning_rl"}
     names |= {"gen_ai.request.model": model} if model else {}
-    numbers = {"gen_ai.usage.input_tokens": len(request.prefix_ids), "lightning_rl.turn": request.turn}
+    numbers = {"gen_ai.usage.input_tokens": len(request.prefix_ids), "lightning_rl.turn": request.turn + 1}
     conversation = {"gen_ai.conversation.id": str(request.sample_id)}
     return Span(f"chat {model}".rstrip(), {**names, **conversation, **numbers}).start()
 

@@ -193,10 +193,9 @@ def check_figures(reward: Any, metrics: Any, turn_rewards: Any = MappingProxyTyp
     Raises:
         ValueError: If not; names the value.
     """
-    if not isinstance(metrics, Mapping):
-        raise ValueError(f"expected metrics to map names to numbers, got {metrics!r:.200}")
-    if not isinstance(turn_rewards, Mapping):
-        raise ValueError(f"expected turn_rewards to map ids of responses to numbers, got {turn_rewards!r:.200}")
+    for kind, value in (("metrics to map names", metrics), ("turn_rewards to map ids of responses", turn_rewards)):
+        if not (isinstance(value, Mapping) and all(isinstance(name, str) and name for name in value)):
+            raise ValueError(f"expected {kind} to numbers, got {value!r:.200}")
     if taken := RESERVED & set(metrics):
         raise ValueError(f"expected another name than {min(taken)!r} for a metric, which every conversation logs")
     figures = {"reward": reward, **{f"metric {name}": value for name, value in metrics.items()}}

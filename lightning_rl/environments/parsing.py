@@ -9,7 +9,7 @@ import json
 import os.path
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -75,10 +75,27 @@ def plain_text(tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = ()) -
 def truncated_parser(
     parse: AnswerParser, tokenizer: PreTrainedTokenizerBase, ends: Collection[int] = ()
 ) -> AnswerParser:
-    """Return a parser of truncated answers, in which nothing is a call; functions of users do not get those."""
+    """Return a parser of truncated answers, in which a call is text; functions of users do not get those."""
+    plain = plain_text(tokenizer, ends)
     if not isinstance(parse, ThoughtParser):
-        return plain_text(tokenizer, ends)
-    return lambda token_ids, prefix_ids, tools: replace(parse(token_ids, prefix_ids, tools), tool_calls=(), errors=())
+        return plain
+
+    def read(token_ids: Sequence[int], prefix_ids: Sequence[int], tools: Sequence[Any]) -> Action:
+        answer = parse(token_ids, prefix_ids, tools)
+        return plain(token_ids, prefix_ids, tools) if answer.tool_calls or answer.errors else answer
+
+    return read
+
+
+def before_stop(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], stops: Sequence[str]
+) -> tuple[Sequence[int], str | None]:
+    """Return the ids of an answer's text before the first of ``stops``, and that stop; all ids and None without one."""
+    text = str(tokenizer.decode(list(token_ids)))
+    if not (places := [(text.find(stop), stop) for stop in stops if stop in text]):
+        return token_ids, None
+    place, stop = min(places)
+    return tokenizer(text[:place], add_special_tokens=False)["input_ids"], stop
 
 
 @dataclass(frozen=True, slots=True)

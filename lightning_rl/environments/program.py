@@ -19,14 +19,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from lightning_rl.environments.chat_template import Bridge, BridgeError
+from lightning_rl.environments.chat_template import Bridge
 from lightning_rl.environments.conversation import PASSED, ConversationLimits, chat_span, counts_of, end_chat
 from lightning_rl.environments.environment import Action, check_figures
 from lightning_rl.environments.gateway.calls import Call, CallAnswer
 from lightning_rl.environments.gateway.contexts import Contexts, with_call_ids
 from lightning_rl.environments.gateway.gateway import GATEWAY, OPPONENT, RefusedCall, answer_id
 from lightning_rl.environments.messages import message_of
-from lightning_rl.environments.parsing import AnswerParser, plain_text, truncated_parser
+from lightning_rl.environments.parsing import AnswerParser, before_stop, plain_text, truncated_parser
 from lightning_rl.generation import Completion, Request
 from lightning_rl.generation.sessions import Session
 from lightning_rl.processes.errors import TIMEOUT, CallError
@@ -413,7 +413,7 @@ class ProgramConversation:
             self._broken = error
             raise RefusedCall(500, "the engine failed, which ends the run") from error
         end_chat(span, completion)
-        answer = self._action(parse, request, completion, call)
+        answer, drawn = self._action(parse, request, completion, call), completion.token_ids
         messages = (*call.messages, message_of(answer))
         made = Exchanged(request=request, completion=completion, messages=messages, begin=begin, end=self._event())
         self._calls += [] if opposes else [made]
@@ -431,9 +431,10 @@ class ProgramConversation:
             tool_calls=tuple(answer.tool_calls),
             finish="tool_calls" if answer.tool_calls else finish,
             prompt_tokens=len(prefix),
-            completion_tokens=len(completion.token_ids),
+            completion_tokens=len(drawn),
             model=call.model,
             id=self._id_of(request),
+            stop=None if answer.tool_calls else before_stop(self._bridge.tokenizer, drawn, call.stop)[1],
         )
 
     def count(self, call: Call) -> int:
@@ -445,7 +446,7 @@ class ProgramConversation:
             raise RefusedCall(400, "expected messages of text, got a picture: describe it, or leave it out")
         try:
             return self._contexts[call.model == OPPONENT].prefix(call)
-        except BridgeError as error:
+        except ValueError as error:
             raise RefusedCall(400, str(error)) from error
 
     def _room(self, call: Call) -> tuple[tuple[int, ...], int]:
@@ -470,13 +471,14 @@ class ProgramConversation:
                 400,
                 f"context_length_exceeded: expected a context below the maximum context length of {limit}, got "
                 f"{len(prefix)} tokens, {sampled} of them sampled: shorten the messages",
+                "context_length_exceeded",
             )
         return prefix, int(room)
 
     def _action(self, parse: AnswerParser, request: Request, completion: Completion, call: Call) -> Action:
-        """Return the parts of an answer; text alone if its tool calls cannot be read."""
+        """Return the parts of an answer before its stop string; text alone if its tool calls cannot be read."""
         tokenizer, close = self._bridge.tokenizer, self._bridge.close
-        asked = completion.token_ids, request.prefix_ids, call.tools
+        asked = before_stop(tokenizer, completion.token_ids, call.stop)[0], request.prefix_ids, call.tools
         answer = plain_text(tokenizer, close)(*asked)
         if completion.finish == FinishReason.LENGTH:
             parse = truncated_parser(parse, tokenizer, close)

@@ -312,10 +312,11 @@ def _check_factory(name: Any, factory: Any) -> None:
     try:
         inspect.signature(factory).bind()
     except TypeError as error:
-        tool = "" if isinstance(factory, type) else f", or [{name_of(factory)}] if it is a tool"
+        got = name_of(factory)
+        tool = "" if isinstance(factory, type) else f", [{got}] if it is a tool, or Program({got}) if it is a program"
         raise ValueError(
             f"expected environment {name} to be made without arguments for each conversation, got "
-            f"{name_of(factory)}, {error}: pass functools.partial({name_of(factory)}, ...) or a lambda{tool}"
+            f"{got}, {error}: pass functools.partial({got}, ...) or a lambda{tool}"
         ) from error
 
 

@@ -178,6 +178,8 @@ def _cause(figures: Mapping[str, float], corrections: Corrections, constant_call
         return f"every group was filtered by {_names(corrections, 'keep_groups')}, {_equal(figures, constant_calls)}"
     if not figures["trained tokens"] and figures.get("engine/aborted", 0.0) >= figures["rows"]:
         return "the engine aborted every sample (FinishReason.ABORT): check its log and its context length"
+    if not figures["trained tokens"] and figures.get("env/failed") == 1:
+        return "every conversation failed: fix what the log names first"
     if not figures["trained tokens"]:
         return f"{_names(corrections, 'exclude')} left no token to train on: keep some rows.{_longer(figures)}"
     if not figures["rewarded rows"]:

@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from lightning_rl.environments import Action, Environment, TokenEnvironment, ToolCall
+from lightning_rl.environments import Action, Environment, Program, TokenEnvironment, ToolCall
 from lightning_rl.environments.generators import GeneratorError, refuse_draws
 from lightning_rl.environments.tools import schemas_of
 from lightning_rl.environments.validation import environment_of, plain
@@ -99,8 +99,11 @@ def check_environment(
         seed: Seed of the reset.
 
     Raises:
+        ValueError: If it is a program, which has no conversation to repeat.
         PropertyError: With the broken property, the conversation that shows it, and the fix.
     """
+    if isinstance(environment, Program):
+        raise ValueError("expected an environment, got Program: check it by a fit, as with Trainer(max_steps=2)")
     lacks_row, row = row is None, {"prompt": "?"} if row is None else row
     with fork_generators(torch.device("cpu")):
         for finding, script in _findings(environment, row, answers, seed):

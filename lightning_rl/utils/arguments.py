@@ -97,6 +97,15 @@ def check_counts(minimum: int, *, optional: bool = False, **numbers: Any) -> Non
             raise ValueError(f"expected {name} to be a whole number {at_least}{none}, got {_with_type(number)}")
 
 
+def check_unicode(text: str, name: str = "a message", cure: str = "leave it out") -> None:
+    """Raise ValueError for half of a surrogate pair in a text, which no tokenizer encodes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        got = f"{text[error.start]!a} at character {error.start}, half of a surrogate pair"
+        raise ValueError(f"expected a text that UTF-8 can write in {name}, got {got}: {cure}") from error
+
+
 def check_bools(**flags: Any) -> None:
     """Raise ValueError unless all arguments are True or False."""
     for name, flag in flags.items():

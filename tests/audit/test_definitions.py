@@ -15,7 +15,19 @@ from typing_extensions import override
 import lightning_rl.advantages.normalized as normalized_module
 import lightning_rl.advantages.reinforce_plus_plus as plus_plus_module
 from lightning_rl import RLCallback
-from lightning_rl.advantages import ESTIMATORS, GPG, GRPO, Normalized, PassAtK, ReinforcePlusPlus, resolve_advantages
+from lightning_rl.advantages import (
+    ESTIMATORS,
+    GPG,
+    GRPO,
+    RLOO,
+    Advantages,
+    DrGRPO,
+    HierarchicalGRPO,
+    Normalized,
+    PassAtK,
+    ReinforcePlusPlus,
+    resolve_advantages,
+)
 from lightning_rl.audit import SignalAudit
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.rollouts import collector
@@ -31,6 +43,8 @@ MORE = [
     GPG(teaches="nonzero"),
     PassAtK(scaled=True),
     ReinforcePlusPlus(gamma=0.9),
+    HierarchicalGRPO(role="player", comparison=RLOO()),
+    HierarchicalGRPO(comparison=DrGRPO()),
 ]
 
 
@@ -73,6 +87,10 @@ def penalty_as_bonus(_: Any, signal: Any) -> Any:
     return plus_plus_module._whiten(signal.spread_out(centered) - signal.token_rewards, signal)  # noqa: SLF001
 
 
+def without_roles(own: Any, signal: Any) -> Any:
+    return Advantages(signal.spread_out(own.comparison.per_row(signal.scores, signal.groups, signal.rewarded)))
+
+
 def variance(own: Any, *, unbiased: bool = True) -> Tensor:
     return own.squares / (own.number - int(unbiased)).clamp(min=1)
 
@@ -87,6 +105,7 @@ PLUS_PLUS = plus_plus_module.ReinforcePlusPlusBaseline
         (GRPO(), patch.object(statistics.Population, "std", variance)),
         (Renamed(), patch.object(statistics.Population, "std", variance)),
         (Normalized(std="batch"), patch.object(normalized_module, "batch_statistics", zeros_count)),
+        (HierarchicalGRPO(), patch.object(HierarchicalGRPO, "__call__", without_roles)),
         (PLUS_PLUS(), patch.object(PLUS_PLUS, "__call__", penalty_as_bonus)),
         (ReinforcePlusPlus(gamma=0.5), patch.object(plus_plus_module, "discounted_returns", lambda r, *_, **__: r)),
     ],

@@ -34,6 +34,7 @@ from lightning_rl.distributed.threaded_ranks import ThreadedRanks
 from lightning_rl.recording.accounting import sampling_stages, update_stages
 from lightning_rl.rollouts.estimate_signal import estimate_signal, exclude_rows
 from lightning_rl.signal.masked import local_sum
+from lightning_rl.testing.properties.fixed_batch import judge_fixed_batch
 
 UNITS = ("sequences", "tokens", "weight")
 
@@ -266,10 +267,12 @@ def test_a_frequency_below_one_is_refused() -> None:
         SignalLedger(0)
 
 
-def test_a_ledger_without_a_fit_says_so() -> None:
-    view = view_of_rollout(ragged_rollout(), torch.zeros(12, 7))
+def test_the_checks_before_a_run_do_not_skip_because_of_a_ledger() -> None:
+    ledger = SignalLedger()
+    verdict = judge_fixed_batch(tiny_module().algorithm, [ledger])
+    assert not [why for why in verdict.skipped.values() if "ledger" in why]
     with pytest.raises(RuntimeError, match="no fit has begun"):
-        SignalLedger().metrics(view)
+        ledger.observe_rewards(ragged_rollout(), [])
 
 
 def test_rollouts_that_were_generated_ahead_add_up(caplog: pytest.LogCaptureFixture) -> None:

@@ -150,6 +150,7 @@ def test_an_environment_that_raises_fails_its_own_row_and_is_closed() -> None:
     [
         ({}, "expected token_ids for the policy to answer, or done=True, got neither"),
         ({"done": True, "metrics": {"turns": 1.0}}, "expected another name than 'turns' for a metric"),
+        ({"done": True, "metrics": {3: 1.0}}, "expected metrics to map names to numbers, got {3: 1.0}"),
         ({"token_ids": "ab"}, "expected token_ids to be a list, got str 'ab'"),
         ({"rewritten": "ab"}, "expected rewritten to be a list, got str 'ab'"),
         (

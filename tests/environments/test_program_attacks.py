@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import math
 import pickle
 import socket
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import cloudpickle
@@ -44,6 +45,10 @@ def throw(error: BaseException) -> Act:
     return act
 
 
+def named(metrics: Any) -> ProgramResult:
+    return ProgramResult(reward=1.0, metrics=metrics)
+
+
 ENDS: dict[str, tuple[Act, str]] = {
     "raise": (throw(KeyError("gone")), "KeyError: 'gone'"),
     "exit": (lambda: sys.exit(3), "SystemExit: 3"),
@@ -56,6 +61,13 @@ ENDS: dict[str, tuple[Act, str]] = {
     "list": (lambda: [1.0], "expected reward to be a number or None, got list [1.0]"),
     "bytes": (lambda: pickle.dumps({"reward": 1.0}), "expected reward to be a number or None, got bytes"),
     "metric": (lambda: ProgramResult(reward=1.0, metrics={"m": math.inf}), "m"),
+    "number for a name": (lambda: named({3: 1.0}), "expected metrics to map names to numbers, got {3: 1.0}"),
+    "None for a name": (lambda: named({None: 1.0}), "expected metrics to map names to numbers, got {None: 1.0}"),
+    "empty name": (lambda: named({"": 1.0}), "expected metrics to map names to numbers, got {'': 1.0}"),
+    "number for an id": (
+        lambda: ProgramResult(turn_rewards=cast(Any, {3: 1.0})),
+        "expected turn_rewards to map ids of responses to numbers, got {3: 1.0}",
+    ),
 }
 
 
@@ -165,7 +177,9 @@ def test_keys_of_samples_that_have_ended_and_guesses_are_refused_and_late_calls_
     assert refused(lambda: Client(ended[0])([user("?")]))[0] == 401
 
 
-DEEP = json.dumps({"messages": [user("?")], "tools": [{"function": {"name": "f", "parameters": {"a": 0}}}]})
+DEEP = json.dumps(
+    {"messages": [user("?")], "tools": [{"function": {"name": "f", "description": "Looks", "parameters": {"a": 0}}}]}
+)
 BODIES: dict[str, Any] = {
     "no json": b"{",
     "not text": b"\xff\xfe\x00",
@@ -180,6 +194,8 @@ BODIES: dict[str, Any] = {
     "unknown role": {"messages": [{"role": "root", "content": "?"}]},
     "number for text": {"messages": [user(7)]},
     "surrogate": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    "surrogate of a tool": DEEP.replace("Looks", "\\ud800").encode(),
+    "surrogate of a stop": b'{"messages": [{"role": "user", "content": "?"}], "stop": ["\\udc00"]}',
     "nul": {"messages": [user("\0")], "stop": [""]},
     "stop of numbers": {"messages": [user("?")], "stop": [1]},
     "limit of text": {"messages": [user("?")], "max_tokens": "many"},
@@ -214,6 +230,8 @@ def test_bodies_that_are_no_calls_are_refused_with_a_reason_and_the_sample_goes_
     taken = {name for name, (status, _) in answers.items() if status == 200}  # fields that a protocol does not have
     assert taken <= ({"deep tools", "calls of text", "options of text"} if path == "/v1/messages" else set())
     assert all(json.loads(said)["error"]["message"] for status, said in answers.values() if status in (400, 413))
+    lone = [said.decode() for name, (_, said) in answers.items() if "surrogate" in name]
+    assert path == "/v1/responses" or all("half of a surrogate pair: leave it out" in said for said in lone)
     assert {status for status, _ in answers.values()} <= {200, 400, 413} and sample.metrics["turns"] == 1 + len(taken)
 
 
@@ -247,7 +265,9 @@ def test_no_text_of_a_program_becomes_a_control_token() -> None:
             assert all(one == start for one, before in zip(ids[2:], ids, strict=False) if before == end)
 
 
-def test_a_call_whose_connection_is_closed_costs_nothing_else() -> None:
+def test_a_call_whose_connection_is_closed_costs_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="aiohttp")
+
     def run(row: Mapping[str, Any], model: PolicyEndpoint) -> float:
         ask, address = Client(model), urlsplit(model.url)
         body = json.dumps({"messages": [user(row["prompt"])], "stream": True}).encode()
@@ -263,6 +283,7 @@ def test_a_call_whose_connection_is_closed_costs_nothing_else() -> None:
         assert sample.environment_reward == 1.0, sample.failure
     for conversation in conversations:
         assert 1 <= len(check_tree(conversation).segments) <= 2
+    assert all(record.levelno == logging.DEBUG and not record.exc_info for record in caplog.records), caplog.text
 
 
 def test_a_thousand_calls_are_kept_and_those_beyond_max_turns_refused() -> None:

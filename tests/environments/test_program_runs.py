@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.testing import assert_close
 from typing_extensions import override
 
-from lightning_rl import FakeEngine, PromptDataModule, RLLightningModule, Rollout
+from lightning_rl import FakeEngine, ModelOptions, PromptDataModule, RLLightningModule, Rollout
 from lightning_rl.audit import SignalAudit
 from lightning_rl.callbacks import TruncatedIS
 from lightning_rl.corrections import Outputs
@@ -211,7 +211,8 @@ def test_the_weight_of_a_sample_does_not_depend_on_the_number_of_its_contexts(hi
 @pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_a_resume_is_bitwise_with_programs_in_flight(tmp_path: Path, max_staleness: int) -> None:
     def run(folder: Path, ckpt_path: Path | None = None) -> RLLightningModule:
-        module = module_of(max_staleness=max_staleness)
+        model = ModelOptions(consistency="bitwise")  # a batch of the engine depends on timing
+        module = module_of(max_staleness=max_staleness, model=model)
         saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
         options: dict[str, Any] = {"enable_checkpointing": True, "ckpt_path": ckpt_path}
         fit(module, data=chat_prompts(12), callbacks=[saving, TruncatedIS()], default_root_dir=folder, **options)

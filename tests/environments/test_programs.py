@@ -1,12 +1,15 @@
 """Programs that call the policy: every call is in the tree of its sample, however a harness changes its history."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from environments.templates import FAMILIES, tokenizer_of
 from kit.harnesses import (
     HARNESSES,
+    LOOK,
     REFUSED,
+    Client,
     answers_of,
     check_tree,
     fake,
@@ -14,9 +17,11 @@ from kit.harnesses import (
     opened,
     random_policy,
     run_harness,
+    user,
 )
 
 from lightning_rl.environments import Program, converse
+from lightning_rl.environments.program import PolicyEndpoint
 
 NO_SYSTEM = {"gemma-3", "mistral"}  # whose templates raise at a system message
 
@@ -60,3 +65,21 @@ def test_results_do_not_depend_on_timing(name: str, policy: Any) -> None:
         found.append((calls, trees, [(s.messages, s.opening, s.finish, s.metrics) for s in samples]))
         assert all(check_tree(one).environment_reward == 1.0 for one in conversations)
     assert all(one == found[0] for one in found)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "mistral"])
+def test_a_tool_call_that_is_cut_off_reaches_the_program_as_text(name: str) -> None:
+    cut = answers_of(name)[1][0][:-4]
+
+    def run(row: Mapping[str, Any], model: PolicyEndpoint) -> float:
+        messages = [user("one")]
+        for _ in range(2):
+            answer = Client(model)(messages, [LOOK])
+            messages += [answer, user("two")]
+            assert "look" in answer["content"] and "tool_calls" not in answer
+        return 1.0
+
+    conversations = opened(name, Program(run), [{"prompt": "one"}], turn_tokens=100)
+    converse(conversations, fake(name, lambda _: cut))
+    sample = check_tree(conversations[0])
+    assert sample.environment_reward == 1.0 and len(sample.branches()) == 1, sample.failure

@@ -333,7 +333,7 @@ def family_script(name: str) -> Script:
 SIZE = 600  # of the vocabulary
 
 
-def fake(name: str, script: Script | None = None) -> FakeEngine:
+def fake(name: str, script: Callable[[Request], Completion | Sequence[int]] | None = None) -> FakeEngine:
     engine = FakeTogether(script or family_script(name))
     engine.load_weights([], 0)
     return engine

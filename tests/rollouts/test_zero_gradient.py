@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from kit.conversations import Talk
 from kit.support import EOS, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts, tiny_tokenizer
 from torch.optim import AdamW
 
-from lightning_rl import PromptDataModule, RLCallback, RLLightningModule, warmup_then_linear
+from lightning_rl import Conversations, PromptDataModule, RLCallback, RLLightningModule, warmup_then_linear
 from lightning_rl.callbacks import DynamicSampling, EntropyBonus, NoEOSMask
 from lightning_rl.checkpointing import INTERRUPTED
 from lightning_rl.corrections import Corrections
+from lightning_rl.environments import EnvironmentReward
 from lightning_rl.run.zero_gradient import IdleRunError, StopOnZeroGradient
 
 FIGURES = {
@@ -116,6 +118,18 @@ def test_the_message_shows_a_call_of_a_reward_that_is_one_constant(prompt: Any, 
     told = pytest.warns(UserWarning, match=f"taught the policy nothing: every advantage is zero.*{call}")
     with told, pytest.raises(IdleRunError, match=f"Test the rewards on a right answer, since all calls .*{call}"):
         fit(module, data=data, max_epochs=20, max_steps=30)
+
+
+def test_conversations_that_all_failed_are_the_reason_that_is_named() -> None:
+    class Broken(Talk):
+        def reset(self, row: Any, seed: int) -> Any:
+            raise KeyError(row, seed)
+
+    broken = Conversations(Broken, max_failure_rate=None)
+    ending = pytest.raises(IdleRunError, match=r"every conversation failed: fix what the log names first")
+    with warnings.catch_warnings(), ending:
+        warnings.simplefilter("ignore", UserWarning)
+        run(rewards=EnvironmentReward(), environment=broken)
 
 
 def test_rows_without_a_reward_are_the_reason_that_is_named() -> None:

@@ -11,7 +11,7 @@ from kit.vision import picture
 from typing_extensions import override
 
 from lightning_rl import FinishReason
-from lightning_rl.environments import Action, Environment, Message, StepResult, TokenStep, ToolEnvironment
+from lightning_rl.environments import Action, Environment, Message, Program, StepResult, TokenStep, ToolEnvironment
 from lightning_rl.testing import PropertyError, check_environment
 from lightning_rl.testing.environments import MEANINGS
 
@@ -181,3 +181,8 @@ def test_a_reset_that_reads_columns_needs_a_row() -> None:
     with pytest.raises(PropertyError, match="What to do: pass a row of the data as second argument"):
         check_environment(Reads)
     check_environment(Reads, {"prompt": "?", "question": "2 + 2"})
+
+
+def test_a_program_is_checked_by_a_fit() -> None:
+    with pytest.raises(ValueError, match=r"expected an environment, got Program: check it by a fit"):
+        check_environment(Program(lambda *_: 1.0))

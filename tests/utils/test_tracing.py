@@ -130,7 +130,7 @@ def test_a_rollout_is_the_tree_of_its_phases_conversations_turns_tools_and_rewar
         "gen_ai.usage.input_tokens": 13,
         "gen_ai.usage.output_tokens": 4,
         "gen_ai.response.finish_reasons": ("stop",),
-        "lightning_rl.turn": 0,
+        "lightning_rl.turn": 1,
     }
     assert attributes_of(spans("invoke_agent")[1]) == {
         "gen_ai.operation.name": "invoke_agent",

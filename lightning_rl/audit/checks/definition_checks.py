@@ -17,6 +17,7 @@ from lightning_rl.advantages import (
     RLOO,
     DrGRPO,
     Estimator,
+    HierarchicalGRPO,
     MaxRL,
     Normalized,
     PassAtK,
@@ -30,6 +31,8 @@ from lightning_rl.advantages import (
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.distributed.threaded_ranks import ThreadedRanks
 from lightning_rl.evaluation.tally import COLUMNS, Tally
+from lightning_rl.rollout import role_number
+from lightning_rl.samples import POLICY
 from lightning_rl.testing.properties.check import check
 from lightning_rl.testing.properties.comparisons import Skip, differences
 from lightning_rl.utils.finding import Finding
@@ -93,12 +96,12 @@ PER_ROW: Mapping[type, Callable[[Any, float, _Group], float]] = {
 }
 """Advantage of a row in a group of different scores. Source: the docstrings of :mod:`lightning_rl.advantages`."""
 ANYWHERE = {RawReward: lambda _one, score, _group: score, Normalized: _normalize}
-TOKENS = (ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax)
+TOKENS = (ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax, HierarchicalGRPO)
 
 
-def random_signal(size: int = SIZE) -> RewardSignal:
-    """Return a signal with token rewards, unrewarded rows, and a group of equal scores."""
-    number = torch.arange(PROMPTS * size)
+def random_signal(size: int, estimator: Estimator) -> RewardSignal:
+    """Return a signal with token rewards, unrewarded rows, a group of equal scores, and tokens that are attempts."""
+    number, role = torch.arange(PROMPTS * size), role_number(getattr(estimator, "role", POLICY))
     groups = number // size
     scores = (1.5 + torch.sin(1.0 + 3.0 * number.double())) * (groups != 1) + 0.75 * (groups == 1)
     scores[3] = 0.0
@@ -120,6 +123,9 @@ def random_signal(size: int = SIZE) -> RewardSignal:
         old_logprobs=tokens - 1.0,
         rollout_logprobs=tokens - 1.0,
         sum_pi_squared=torch.full_like(tokens, 0.5),
+        turn_rewards=torch.where(rewarded[:, None], 0.5 * tokens, 0.0),
+        roles=torch.where(torch.arange(WIDTH) > 0, role, role_number(POLICY)).expand_as(valid),
+        attempts=torch.arange(WIDTH).expand_as(valid),
     )
 
 
@@ -154,6 +160,8 @@ def _by_definition(kind: type, estimator: Any, signal: RewardSignal) -> Tensor:
             found.append(formula(estimator, scores[row], group) if alive else 0.0)
         return found
 
+    if kind is HierarchicalGRPO:
+        return _two_levels(estimator, signal)
     if kind in PER_ROW or kind in ANYWHERE:
         compares = kind in PER_ROW
         rows = per_row(PER_ROW[kind] if compares else ANYWHERE[kind], compares=compares)
@@ -180,6 +188,17 @@ def _by_definition(kind: type, estimator: Any, signal: RewardSignal) -> Tensor:
     return torch.where(valid, (raw - shift) / deviation, 0.0)
 
 
+def _two_levels(estimator: HierarchicalGRPO, signal: RewardSignal) -> Tensor:
+    """Return advantages between tokens of a role in a row, which are attempts, and of the rest between the rows."""
+    own = signal.valid_tokens & (signal.require("roles", "it") == role_number(estimator.role))
+    returns = torch.where(own, signal.require("turn_rewards", "it"), 0.0)
+    level = partial(_by_definition, type(estimator.comparison), estimator.comparison)
+    one_each = {"valid_tokens": own.reshape(-1, 1), "groups": torch.arange(len(own)).repeat_interleave(WIDTH)}
+    rewarded = (own & signal.rewarded[:, None]).flatten()
+    attempts = level(replace(signal, scores=returns.flatten(), rewarded=rewarded, **one_each))
+    return torch.where(own, attempts.view(own.shape), level(replace(signal, scores=signal.scores - returns.sum(-1))))
+
+
 @check(
     culprit="estimator {estimator}",
     expected="the advantages of the published formula, from made-up rewards",
@@ -193,7 +212,7 @@ def advantage_formula(evidence: Evidence) -> Iterator[Finding | Skip]:
     rewards. A tie gives advantages like almost equal rewards.
     """
     estimator = evidence.algorithm.advantages
-    kind, signal = kind_of(estimator), random_signal(evidence.facts.group_size or SIZE)
+    kind, signal = kind_of(estimator), random_signal(evidence.facts.group_size or SIZE, estimator)
     if kind is not None:
         ours, theirs = estimator(signal.clone()).advantages, _by_definition(kind, estimator, signal)
         wrong = list(differences(ours, theirs, torch.arange(len(ours)), rtol=1e-5, atol=1e-5))
@@ -242,7 +261,7 @@ def advantage_ranks(evidence: Evidence) -> Iterator[Finding | Skip]:
     if evidence.facts.ranks == 1 and kind_of(estimator) is None:
         yield Skip("the run has one rank, and the estimator is not that of the library")
         return
-    signal, ranks = random_signal(evidence.facts.group_size or SIZE), ThreadedRanks(2, timeout=PATIENCE)
+    signal, ranks = random_signal(evidence.facts.group_size or SIZE, estimator), ThreadedRanks(2, timeout=PATIENCE)
     whole, half = estimator(signal.clone()).advantages, signal.groups < PROMPTS // 2
     jobs = [partial(_share, estimator, signal, rows, ranks.sum) for rows in (half, ~half)]
     shares = torch.cat(ranks.run(jobs, threads=torch.get_num_threads()))

@@ -41,7 +41,8 @@ class AnthropicMessages(WireProtocol):
     @override
     def body(self, call: Call, answer: CallAnswer) -> dict[str, Any]:
         body = {"id": f"{self.prefix}{answer.id}", "type": "message", "role": "assistant", "model": answer.model}
-        body |= {"content": list(_blocks(answer)), "stop_reason": REASONS[answer.finish], "stop_sequence": None}
+        reason = REASONS[answer.finish] if answer.stop is None else "stop_sequence"
+        body |= {"content": list(_blocks(answer)), "stop_reason": reason, "stop_sequence": answer.stop}
         return body | {"usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens}}
 
     @override
@@ -49,7 +50,7 @@ class AnthropicMessages(WireProtocol):
         return ((data["type"], data) for data in _events(self.body(call, answer)))
 
     @override
-    def error(self, status: int, message: str) -> dict[str, Any]:
+    def error(self, status: int, message: str, code: str | None = None) -> dict[str, Any]:
         kind = ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
 
@@ -81,7 +82,7 @@ def _blocks(answer: CallAnswer) -> Iterator[dict[str, Any]]:
 
 
 def _events(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    begun = {"content": [], "stop_reason": None, "usage": {**body["usage"], "output_tokens": 0}}
+    begun = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": {**body["usage"], "output_tokens": 0}}
     yield {"type": "message_start", "message": {**body, **begun}}
     for index, block in enumerate(body["content"]):
         at = {"index": index}
@@ -93,6 +94,6 @@ def _events(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"type": "content_block_start", **at, "content_block": {**block, **empty}}
         yield from ({"type": "content_block_delta", **at, "delta": delta} for delta in deltas)
         yield {"type": "content_block_stop", **at}
-    delta = {"stop_reason": body["stop_reason"], "stop_sequence": None}
+    delta = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
     yield {"type": "message_delta", "delta": delta, "usage": {"output_tokens": body["usage"]["output_tokens"]}}
     yield {"type": "message_stop"}

@@ -50,7 +50,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallAnswer:
-    """Answer of the policy to a call: text "5", reasoning None, tool_calls (), finish "stop", id "a1".
+    """Answer of the policy: text "5", reasoning None, tool_calls (), finish "stop", id "a1", stop "#" after it.
 
     Tool calls have ids, which differ within a conversation. Each protocol adds its prefix to the id of the answer.
     """
@@ -63,6 +63,7 @@ class CallAnswer:
     completion_tokens: int
     model: str
     id: str
+    stop: str | None = None
 
 
 class WireProtocol(ABC):
@@ -133,10 +134,10 @@ class WireProtocol(ABC):
     def events(self, call: Call, answer: CallAnswer) -> Iterator[Event]:
         """Yield the server-sent events with an answer, in the order of the API."""
 
-    def error(self, status: int, message: str) -> dict[str, Any]:
-        """Return the body of the response with an error."""
+    def error(self, status: int, message: str, code: str | None = None) -> dict[str, Any]:
+        """Return the body of the response with an error, and its code if the API has one."""
         kind = "invalid_request_error" if status < 500 else "server_error"
-        return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+        return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
 def models(*names: str) -> dict[str, Any]:

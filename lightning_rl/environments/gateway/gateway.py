@@ -35,11 +35,12 @@ class RefusedCall(Exception):  # noqa: N818
     Args:
         status: Status of HTTP.
         message: Description and advice.
+        code: Name of the error in the APIs of OpenAI, or None.
     """
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.code = status, code
 
 
 class CallHandler(Protocol):
@@ -95,7 +96,10 @@ class Gateway:
         try:
             return await self._reply(request, path, self._handlers.get(key), protocol)
         except (RefusedCall, web.HTTPException) as refused:
-            return web.json_response(protocol.error(refused.status, str(refused)), status=refused.status)
+            body = protocol.error(refused.status, str(refused), getattr(refused, "code", None))
+            return web.json_response(body, status=refused.status)
+        except ConnectionError:  # the client has left
+            return web.Response()
 
     async def _reply(
         self, request: web.Request, path: str, handler: CallHandler | None, protocol: WireProtocol

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_rl.data.pictures import DATA_URL
 from lightning_rl.samples import Message
-from lightning_rl.utils.arguments import check_choices
+from lightning_rl.utils.arguments import check_choices, check_unicode
 from lightning_rl.utils.strict_json import parse_json
 
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
@@ -17,6 +17,7 @@ def text(value: Any) -> str:
     """Return a value that has to be text."""
     if not isinstance(value, str):
         raise ValueError(f"expected text, got {value!r:.200}: send a string")
+    check_unicode(value, "a call")
     return value
 
 

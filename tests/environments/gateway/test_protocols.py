@@ -262,3 +262,8 @@ def test_errors_have_the_type_of_their_status() -> None:
         "invalid_request_error",
         "server_error",
     ]
+
+
+def test_an_error_has_its_code_where_the_clients_of_openai_read_it() -> None:
+    codes = [protocol.error(400, "m", "context_length_exceeded")["error"].get("code") for protocol in PROTOCOLS]
+    assert codes == ["context_length_exceeded", "context_length_exceeded", None]
