@@ -47,6 +47,8 @@ TRL_INSTALLED := .venv-trl/.installed
 SITE ?= mkdocs-material==9.8.1 mkdocstrings-python==2.0.11 latex2mathml==3.81.1
 SITE_BIN := .venv-docs/bin
 SITE_INSTALLED := .venv-docs/.installed
+RAY_TESTS := tests/cluster tests/processes/test_ray_pool.py tests/processes/test_pool.py tests/rewards/test_subprocess_reward.py \
+	tests/environments/test_workers.py
 MODEL := models/SmolLM2-135M-Instruct
 ADAPTERS := agents gem openenv reasoning-gym textarena
 VLLM_NIGHTLY := $(shell grep -l mark.nightly tests/vllm/test_*.py)
@@ -60,7 +62,7 @@ RESOLVE = build/uv/bin/uv pip compile --quiet --no-header --no-annotate --no-emi
 	--override build/uv/$(TORCH_FILE) $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS))
 LOCKED = --constraint build/lock.txt --generate-hashes --python-version 3.11
 
-.PHONY: help install demo model test test-all $(VLLM_NIGHTLY) test-fresh test-programs test-mutations test-faults test-vllm test-verifiers test-loggers test-liger test-launch bench-trl docs test-adapters $(ADAPTERS:%=test-%) test-oldest test-newest soak lock licences check-static format bench bench-gpu clean
+.PHONY: help install demo model test test-all $(VLLM_NIGHTLY) test-fresh test-programs test-mutations test-faults test-vllm test-ray test-verifiers test-loggers test-liger test-launch bench-trl docs test-adapters $(ADAPTERS:%=test-%) test-oldest test-newest soak lock licences check-static format bench bench-gpu clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,7 +81,7 @@ test: check-static ## Static checks and the tests for each commit
 	$(BIN)/pytest $(PARALLEL) $(WATCHED) -m "not nightly"
 
 test-all: $(INSTALLED) $(MODEL) ## Every test that make test and make test-vllm leave out
-	$(MAKE) --jobs=$(WORKERS) --output-sync=target $(VLLM_NIGHTLY) test-adapters test-verifiers test-newest bench-trl test-loggers test-liger test-launch
+	$(MAKE) --jobs=$(WORKERS) --output-sync=target $(VLLM_NIGHTLY) test-adapters test-ray test-verifiers test-newest bench-trl test-loggers test-liger test-launch
 	$(BIN)/pytest $(PARALLEL) $(WATCHED) -m nightly
 	FRESH_SUITE=trixie tests/fresh_machine.sh demo test
 
@@ -103,6 +105,9 @@ soak: $(INSTALLED) ## Train 2,000 rollouts with every kind of callback, and chec
 
 test-vllm: $(VLLM_INSTALLED) ## Tests against the real vLLM (CPU build), in a separate environment
 	$(VLLM_BIN)/pytest $(WATCHED) -m "not nightly" tests/vllm
+
+test-ray: .venv-adapters/ray/.installed ## Tests of workers on a Ray cluster of three nodes on this machine, in a separate environment
+	$(<D)/bin/python -m pytest $(WATCHED) $(RAY_TESTS)
 
 test-verifiers: $(VERIFIERS_INSTALLED) ## Tests against the package verifiers, in a separate environment
 	$(VERIFIERS_TESTS)

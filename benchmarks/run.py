@@ -21,6 +21,7 @@ from jsonargparse import auto_cli
 from measure import RESULTS, ROOT, limit, verdict
 
 OWN, TRL, VLLM = Path(sys.executable), ROOT / ".venv-trl/bin/python", ROOT / ".venv-vllm/bin/python"
+RAY = ROOT / ".venv-adapters/ray/bin/python"
 Row = tuple[str, str, str, str, str]
 
 
@@ -55,6 +56,7 @@ BENCHMARKS = (
     Benchmark("prefill"),
     Benchmark("curriculum", "--seeds [0] --rollouts 4"),
     Benchmark("summaries", "--seeds 1"),
+    Benchmark("ray_workers", python=RAY, needs=RAY),
     Benchmark("server_requests", "--number 200 --rounds 1"),
     Benchmark("conversations", "", python=VLLM, needs=VLLM),
 )

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         TransformersEngine,
         VLLMEngine,
         VLLMServerEngine,
+        launched_servers,
     )
     from lightning_rl.losses import (
         CISPO,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from lightning_rl.module import RLLightningModule
     from lightning_rl.optimizers import adamw_8bit, warmup_then_linear
     from lightning_rl.policy import ModelOptions
+    from lightning_rl.processes.ray_pool import RayWorkers
     from lightning_rl.rewards import Rewards
     from lightning_rl.rollout import FinishReason, Rollout
     from lightning_rl.run.zero_gradient import StopOnZeroGradient
@@ -73,12 +75,15 @@ EXPORTS = {
     "distributed": "FSDP2Strategy",
     "environments": "Conversations",
     "evaluation": "Evaluation",
-    "generation": "Engine EngineError FakeEngine SamplingParams TransformersEngine VLLMEngine VLLMServerEngine",
+    "generation": (
+        "Engine EngineError FakeEngine SamplingParams TransformersEngine VLLMEngine VLLMServerEngine launched_servers"
+    ),
     "losses": "CISPO DPPO DRO GMPO GSPO M2PO SAPO VESPO ClipCov ClippedSurrogate Critic KLCov PolicyLoss Reinforce "
     "ValueLoss",
     "module": "RLLightningModule",
     "optimizers": "adamw_8bit warmup_then_linear",
     "policy": "ModelOptions",
+    "processes.ray_pool": "RayWorkers",
     "rewards": "Rewards",
     "rollout": "FinishReason Rollout",
     "run.zero_gradient": "StopOnZeroGradient",
@@ -125,6 +130,7 @@ __all__ = [
     "RLCallback",
     "RLLightningModule",
     "RawReward",
+    "RayWorkers",
     "ReMax",
     "Reinforce",
     "ReinforcePlusPlus",
@@ -142,6 +148,7 @@ __all__ = [
     "__version__",
     "adamw_8bit",
     "latest_checkpoint",
+    "launched_servers",
     "prompt_mean",
     "sequence_mean",
     "token_mean",

@@ -20,6 +20,7 @@ from lightning_rl.version import __version__
 
 FIXED = ("minibatches_per_rollout", "epochs_per_rollout")  # a checkpoint counts step indices in their product
 FREE = {"engine", "evaluation", "model", "mismatch_every_n_rollouts", "rewards.timeout", "rewards.max_failure_rate"}
+FREE |= {"rewards.workers"}
 FREE |= {f"environment.{option}" for option in ("workers", "step_timeout", "timeout", "max_failure_rate")}
 FREE_OF_DATA = {"validation", "validation_batch_size", "epoch_length"}
 BESIDE = ("corrections", "data", "precision")  # compared on resume besides the options of the module

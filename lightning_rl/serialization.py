@@ -50,7 +50,7 @@ MAX_ITEMS = 64  # longer lists are described by length and hash
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 MODULES = ("advantages", "callbacks", "evaluation", "generation", "losses", "optimizers", "rewards")
 MODULES += ("environments.conversation_options", "policy.model_options")
-MODULES += ("signal.kl", "signal.masked", "signal.reductions")
+MODULES += ("signal.kl", "signal.masked", "signal.reductions", "processes.ray_pool")
 NEVER = {"CodeTests", "SubprocessReward", "Judge", "RewardModel", "Sandbox", "SandboxService"}
 NEVER |= {"VLLMEngine", "VLLMServerEngine"}  # start processes, open connections or load models
 

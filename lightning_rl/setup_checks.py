@@ -221,7 +221,7 @@ def resolve_options(**given: Any) -> Options:
                 f"whole conversation, got {conversations.max_turn_tokens}: raise max_new_tokens, or lower "
                 "max_turn_tokens"
             )
-    check_rewards(rewards.by_name.values(), has_environments=conversations is not None)
+    check_rewards([function for function, _ in rewards.sources.values()], has_environments=conversations is not None)
     given |= {"rewards": rewards, "critic": critic, "environment": conversations}
     given |= {"advantages": resolve_advantages(given["advantages"]), "loss": resolve_loss(given["loss"])}
     given |= {"reduction": resolve_reduction(given["reduction"], sampling.max_new_tokens)}

@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 from kit import skips
+from kit.clusters import start_cluster, workers_of
 
 if not os.access("/dev/shm", os.W_OK):  # else datasets shares the epoch of a stream (docs/data.md)
     os.environ["USE_TORCH"] = "0"
@@ -46,3 +47,19 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the output that of a notebook, where Lightning's bar is shown."""
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    """Ray cluster of three nodes, in the environment of the tests that follow."""
+    with start_cluster() as started:
+        yield started
+
+
+@pytest.fixture(scope="module", params=["here", "ray"])
+def place(request: pytest.FixtureRequest) -> Callable[[int], Any]:
+    """Returns a function from a number of workers to that number, or to as many workers of a Ray cluster."""
+    if request.param == "here":
+        return int
+    request.getfixturevalue("cluster")
+    return workers_of

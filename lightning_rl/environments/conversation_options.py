@@ -14,6 +14,7 @@ from lightning_rl.environments.run_environments import Environments, Environment
 from lightning_rl.environments.tools import Tool
 from lightning_rl.environments.workers import WorkerPool
 from lightning_rl.policy.build import max_prompt_length
+from lightning_rl.processes.ray_pool import RayWorkers
 from lightning_rl.serialization import import_by_name
 from lightning_rl.utils.arguments import check_counts, check_numbers
 from lightning_rl.utils.places import MODULE, check_place
@@ -31,8 +32,9 @@ class Conversations:
             ``renderers``, a response template of transformers, or a function. Default: derived from the chat template.
         max_turns: Maximum number of answers per conversation. ``sampling.max_new_tokens`` limits their tokens in total.
         max_turn_tokens: Maximum number of tokens per answer; None for no separate limit.
-        workers: Number of concurrent conversations, each in a subprocess that is killed if its environment hangs; 0
-            runs all conversations in this process.
+        workers: Number of concurrent conversations, each in a subprocess that is killed if its environment hangs, or
+            :class:`RayWorkers` for subprocesses on the nodes of a Ray cluster; 0 runs all conversations in this
+            process.
         step_timeout: Time limit in seconds of a reset or step in a subprocess.
         timeout: Time limit in seconds of a conversation in a subprocess, including its retry.
         max_failure_rate: The run ends with a checkpoint if at least this fraction of a rollout's conversations failed;
@@ -47,7 +49,7 @@ class Conversations:
     tool_parser: ParserSource | None = None
     max_turns: int = 8
     max_turn_tokens: int | None = None
-    workers: int = 0
+    workers: int | RayWorkers = 0
     step_timeout: float = 60.0
     timeout: float = 600.0
     max_failure_rate: float | None = 0.5
@@ -57,7 +59,8 @@ class Conversations:
         check_place(f"environment={MODULE}", self.source)
         check_counts(1, max_turns=self.max_turns)
         check_counts(1, optional=True, max_turn_tokens=self.max_turn_tokens)
-        check_counts(0, workers=self.workers)
+        if not isinstance(self.workers, RayWorkers):
+            check_counts(0, workers=self.workers)
         check_numbers(above=0, finite=True, step_timeout=self.step_timeout)
         check_numbers(at_least=self.step_timeout, finite=True, timeout=self.timeout)
         check_numbers(above=0, at_most=1, optional=True, max_failure_rate=self.max_failure_rate)

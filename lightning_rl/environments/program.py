@@ -24,7 +24,7 @@ from lightning_rl.environments.conversation import PASSED, ConversationLimits, c
 from lightning_rl.environments.environment import Action, check_figures
 from lightning_rl.environments.gateway.calls import Call, CallAnswer
 from lightning_rl.environments.gateway.contexts import Contexts, with_call_ids
-from lightning_rl.environments.gateway.gateway import GATEWAY, OPPONENT, RefusedCall, answer_id
+from lightning_rl.environments.gateway.gateway import GATEWAY, LOOPBACK, OPPONENT, RefusedCall, answer_id
 from lightning_rl.environments.messages import message_of
 from lightning_rl.environments.parsing import AnswerParser, before_stop, plain_text, truncated_parser
 from lightning_rl.generation import Completion, Request
@@ -255,6 +255,7 @@ class ProgramConversation:
         name: Name of the environment in metrics.
         model: Name of the policy in spans.
         start: Function that runs it for one sample; by default in this process.
+        address: Address of this machine for the program.
 
     Attributes:
         trajectory: Result; None before the end.
@@ -272,11 +273,12 @@ class ProgramConversation:
         *,
         model: str = "",
         start: Callable[[Mapping[str, Any], PolicyEndpoint], "Future[Any]"] | None = None,
+        address: str = LOOPBACK,
     ) -> None:
         self.trajectory: Trajectory | None = None
         self.pairs: list[tuple[Request, Completion]] = []
         self._program, self._start, self._name = program, start or program.start, name
-        self._model = model
+        self._model, self._address = model, address
         self._wanted, self._limits, self._bridge, self._parser = wanted, limits, bridge, parser
         self._row = {**wanted.prompt.columns, "prompt": wanted.prompt.content}
         self._session: Session | None = None
@@ -318,7 +320,7 @@ class ProgramConversation:
             CallError: If it exceeds its time.
             Exception: Error of the program, or of its calls.
         """
-        url, key = await GATEWAY.open(self)
+        url, key = await GATEWAY.open(self, self._address)
         begin = self._since = time.monotonic()
         task = self._start(copy_plain(self._row), PolicyEndpoint(url, key))
         running = asyncio.wrap_future(task)

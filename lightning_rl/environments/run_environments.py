@@ -159,9 +159,11 @@ class Environments:
         name, seed = self.name_for(wanted.prompt), environment_seed(self.seed, wanted.prompt.index)
         if isinstance(program := self.factories[name], Program):
             variables, workers = wanted.prompt.variables, self.workers
-            start = None if workers is None else partial(workers.start, name)
+            place: dict[str, Any] = (
+                {} if workers is None else {"start": partial(workers.start, name), "address": workers.pool.address}
+            )
             bridge, parser = self.bridge(name, variables), partial(self._program_parser, variables)
-            return ProgramConversation(program, wanted, self.limits, bridge, parser, name, model=model, start=start)
+            return ProgramConversation(program, wanted, self.limits, bridge, parser, name, model=model, **place)
         make = self._maker(name)
         again = lambda: self.in_tokens(make(), wanted.prompt)  # noqa: E731
         return Conversation(None, wanted, self.limits, name, again, seed=seed, model=model)

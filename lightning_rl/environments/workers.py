@@ -36,7 +36,8 @@ from lightning_rl.environments.program import PolicyEndpoint, ProgramResult, res
 from lightning_rl.environments.tools import begins_itself, schemas_of
 from lightning_rl.environments.validation import check_reset, check_step, environment_of, name_of, plain
 from lightning_rl.processes.errors import DEATH, INTERRUPT, TIMEOUT, CallError
-from lightning_rl.processes.pool import STARTUP_SECONDS, Pool, Worker, dump
+from lightning_rl.processes.pool import STARTUP_SECONDS, Worker, dump
+from lightning_rl.processes.ray_pool import RayWorkers, pool_of
 from lightning_rl.processes.worker import adopt_orphans, children, reap
 from lightning_rl.rollout import FinishReason
 from lightning_rl.utils.tracing import carrier
@@ -68,15 +69,18 @@ class Budget:
     left: float
 
 
-class WorkerPool(Pool):
-    """Pool of worker processes for environments.
+class WorkerPool:
+    """Worker processes for environments.
 
     Args:
         factories: Factories by name, pickled with cloudpickle, so lambdas and functions of the main script are
             supported.
-        workers: Number of workers and thus of open conversations.
+        workers: Number of workers and thus of open conversations, on this machine or on a Ray cluster.
         step_seconds: Timeout of a reset or a step.
         conversation_seconds: Timeout of all resets and steps of a conversation, for both tries together.
+
+    Attributes:
+        pool: Pool of the processes.
 
     Raises:
         ValueError: If a factory cannot be pickled.
@@ -86,15 +90,16 @@ class WorkerPool(Pool):
         self,
         factories: Mapping[str, Any],
         *,
-        workers: int,
+        workers: int | RayWorkers,
         step_seconds: float = 60.0,
         conversation_seconds: float = 600.0,
     ) -> None:
         for name, factory in factories.items():
             advice = "create its state inside of it, or run with Conversations(workers=0)"
             dump(factory, f"a factory for environment {name}", advice)
-        super().__init__(cloudpickle.dumps(Host(factories)), processes=workers)
-        self.workers, self.step_seconds, self.conversation_seconds = workers, step_seconds, conversation_seconds
+        self.pool = pool_of(cloudpickle.dumps(Host(factories)), workers)
+        self.pool.tries = 1  # a conversation starts over as a whole
+        self.step_seconds, self.conversation_seconds = step_seconds, conversation_seconds
         self.descriptions: dict[str, Description] = {}
 
     def describe(self, name: str) -> Description:
@@ -105,7 +110,7 @@ class WorkerPool(Pool):
         """
         if name not in self.descriptions:
             try:
-                found = self.submit(_task("describe", name), STARTUP_SECONDS).result()
+                found = self.pool.submit(_task("describe", name), STARTUP_SECONDS).result()
             except CallError as error:
                 raise ValueError(
                     f"expected environment {name} to be created in a worker process, got {error}\n{error.log}"
@@ -121,9 +126,8 @@ class WorkerPool(Pool):
 
     def start(self, name: str, row: Mapping[str, Any], model: PolicyEndpoint) -> "Future[Any]":
         """Run a program for one sample in a worker, which is killed if the future is cancelled."""
-        return self.submit(
-            _task("run", name, dict(row), model), UNLIMITED, lambda said: ProgramResult(**pickle.loads(said))
-        )
+        task = _task("run", name, dict(row), model)
+        return self.pool.submit(task, UNLIMITED, lambda said: ProgramResult(**pickle.loads(said)))
 
     def budget(self) -> Budget:
         """Return the time of the environment of one sample."""
@@ -132,6 +136,19 @@ class WorkerPool(Pool):
     def executor(self) -> ThreadPoolExecutor:
         """Return an executor with a thread for every worker."""
         return ThreadPoolExecutor(self.workers, thread_name_prefix="environment")
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return self.pool.processes
+
+    def pids(self) -> list[int]:
+        """Return the ids of all processes."""
+        return self.pool.pids()
+
+    def close(self) -> None:
+        """End every process; later conversations start new ones."""
+        self.pool.close()
 
 
 class Host:
@@ -218,7 +235,7 @@ class _Remote:
     def reset(self, row: Mapping[str, Any], seed: int) -> Any:
         """Lease a worker and create an environment there."""
         try:
-            self._worker = self._pool.lease()
+            self._worker = self._pool.pool.lease()
         except CallError as error:
             raise _interrupt_of(error) or error from None
         return self._ask("reset", self._factory, dict(row), seed)
@@ -276,7 +293,7 @@ class _Remote:
     def _release(self, *, keep: bool) -> None:
         worker, self._worker = self._worker, None
         if worker is not None:
-            self._pool.release(worker, keep=keep)
+            self._pool.pool.release(worker, keep=keep)
 
 
 class RemoteEnvironment(_Remote, Environment):

@@ -3,6 +3,7 @@
 from lightning_rl.generation.engine import Capabilities, Engine, EngineError, EngineState
 from lightning_rl.generation.fake import FakeEngine
 from lightning_rl.generation.transformers import TransformersEngine
+from lightning_rl.generation.vllm.launched import launched_servers
 from lightning_rl.generation.vllm.server_engine import VLLMServerEngine
 from lightning_rl.generation.vllm.vllm_engine import VLLMEngine
 from lightning_rl.generation.weights.canary import Canary, CanaryError
@@ -23,6 +24,7 @@ __all__ = [
     "TransformersEngine",
     "VLLMEngine",
     "VLLMServerEngine",
+    "launched_servers",
     "request_seed",
     "turn_seed",
 ]

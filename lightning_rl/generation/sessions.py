@@ -8,10 +8,12 @@ import asyncio
 import queue
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from lightning_rl.processes.pool import BLOCKED
 from lightning_rl.samples import Completion, Request
 from lightning_rl.utils.event_loop import REQUESTS
 
@@ -93,7 +95,7 @@ class Session:
         return await self._sessions.call(function, *arguments)
 
     def waits(self, number: int) -> None:
-        """Add to the number of requests that await a completion."""
+        """Add to the number of requests that await a completion, or of calls that await a worker."""
         before, self._waiting = self._waiting > 0, self._waiting + number
         self._sessions.waiting += (self._waiting > 0) - before
         self._sessions.notify()
@@ -111,7 +113,7 @@ class Sessions:
         executor: Threads that run environments in parallel; None for the thread of the engine.
 
     Attributes:
-        waiting: Number of open samples that await a completion.
+        waiting: Number of open samples that await a completion or a worker.
     """
 
     def __init__(self, answers: Checks | None = None, executor: Executor | None = None) -> None:
@@ -165,8 +167,10 @@ class Sessions:
             self._jobs.put(None)
 
     async def _hold(self, episode: Episode) -> None:
+        session = Session(self)
+        BLOCKED.set(lambda number: REQUESTS.call_soon(partial(session.waits, number)))
         try:
-            await episode(Session(self))
+            await episode(session)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -203,7 +207,8 @@ class Sessions:
     async def call(self, function: Callable[..., Value], *arguments: Any) -> Value:
         """Return the result of a function of an environment; see :meth:`Session.call`."""
         if self._executor is not None:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
+            run = copy_context().run
+            return await asyncio.get_running_loop().run_in_executor(self._executor, run, function, *arguments)
         self._calls += 1
         try:
             return await self.here(function, *arguments)
@@ -226,8 +231,8 @@ class Sessions:
     async def round(self, linger: float) -> list[Asked]:
         """Return the requests of all open samples, ordered by sample; none once no sample is open.
 
-        Waits until every open sample has a request, but no longer than ``linger`` seconds for samples that are busy
-        elsewhere than in the thread of the engine.
+        Waits until every open sample has a request or waits for a worker, but no longer than ``linger`` seconds for
+        samples that are busy elsewhere than in the thread of the engine.
 
         Raises:
             BaseException: First error of a sample.
@@ -238,7 +243,8 @@ class Sessions:
             now = asyncio.get_running_loop().time()
             if self._asked and end is None:
                 end = now + linger
-            if self.waiting == self._open or (end is not None and now >= end and not self._calls):
+            late = self.waiting < self._open and (self._calls or end is None or now < end)
+            if not late and (self._asked or not self._open):
                 return self.take()
             await self._change(None if end is None or self._calls else end - now)
 

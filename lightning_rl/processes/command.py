@@ -7,8 +7,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import IO, Literal
 
@@ -37,6 +38,30 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
             process.terminate()
 
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    with start_with_guard(command, environment, umask=PRIVATE) as process:
+        started.append(process)
+        while process.poll() is None and not ended:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE if ended else 0)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    return 0 if ended else 1
+
+
+@contextlib.contextmanager
+def start_with_guard(
+    command: Sequence[str], environment: Mapping[str, str], *, umask: int = -1, cwd: Path | None = None
+) -> "Iterator[subprocess.Popen[bytes]]":
+    """Start a command, all of whose processes are killed at the end of the context, or with this process.
+
+    Args:
+        command: Command.
+        environment: Environment variables.
+        umask: File mode creation mask; -1 for that of this process.
+        cwd: Working directory; None for that of this process.
+    """
     life, guard = socket.socketpair()
     with life, guard:
         process = subprocess.Popen(
@@ -44,19 +69,15 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
             pass_fds=(guard.fileno(),),
             env=environment,
             start_new_session=True,
-            umask=PRIVATE,
+            umask=umask,
+            cwd=cwd,
         )
-        started.append(process)
         guard.close()
-        while process.poll() is None and not ended:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(PATIENCE)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(PATIENCE if ended else 0)
-    process.wait()
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    return 0 if ended else 1
+        try:
+            yield process
+        finally:
+            life.close()
+            process.wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

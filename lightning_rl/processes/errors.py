@@ -32,3 +32,10 @@ class CallError(Exception):
             return error
         text, representation = describe(error)
         return cls(type(error).__name__, text, "".join(traceback.format_exception(error)), representation)
+
+
+class LostWorkerError(CallError):
+    """Loss of a worker with its node or by another cause that is not the function's; the task can start over."""
+
+    def __init__(self) -> None:
+        super().__init__(DEATH, "was lost with its node")

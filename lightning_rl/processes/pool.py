@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 import cloudpickle
 from typing_extensions import override
 
-from lightning_rl.processes.errors import DEATH, INTERRUPT, LOADING, TIMEOUT, CallError
+from lightning_rl.processes.errors import DEATH, INTERRUPT, LOADING, TIMEOUT, CallError, LostWorkerError
 from lightning_rl.processes.timeouts import CLOCK, HURRY
 
 STARTUP_SECONDS = 120.0  # to load the function, and for a worker to start
@@ -36,6 +37,8 @@ QUIET = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"} | {
     f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")
 }
 WORKER = Path(__file__).with_name("worker.py")
+BLOCKED: ContextVar[Callable[[int], None]] = ContextVar("BLOCKED", default=lambda _: None)
+"""Function for 1 when its caller begins to wait for a worker that others hold, and for -1 when the wait ends."""
 
 
 class Pool:
@@ -49,7 +52,12 @@ class Pool:
         memory: Address space of each process in bytes; None for no limit.
         environment: Environment variables of the processes, added to those of the trainer; by default no GPU and one
             thread.
+
+    Attributes:
+        tries: Maximum number of workers that get a task, one after the other, if they are lost with their nodes.
     """
+
+    tries = 3
 
     def __init__(
         self,
@@ -83,6 +91,11 @@ class Pool:
         vars(self).update(state)
         self._prepare()
 
+    @property
+    def address(self) -> str:
+        """Address at which workers reach this machine."""
+        return "127.0.0.1"
+
     def submit(self, task: bytes, seconds: float, read: Callable[[Any], Any] | None = None) -> "Future[Any]":
         """Queue a task.
 
@@ -105,16 +118,23 @@ class Pool:
         if not queued.set_running_or_notify_cancel():
             return
         try:
-            worker = self.lease(queued)
-            try:
-                result = worker.ask(task, seconds)
-            finally:
-                self.release(worker, keep=not worker.killed, task=queued)
+            result = self._ask(queued, task, seconds, self.tries)
             result = result if read is None else read(result)
         except Exception as error:  # noqa: BLE001  raised where the result is read
             queued.set_exception(error.with_traceback(None))  # whose frames hold this pool
         else:
             queued.set_result(result)
+
+    def _ask(self, queued: "_Task", task: bytes, seconds: float, tries: int) -> Any:
+        worker = self.lease(queued)
+        try:
+            return worker.ask(task, seconds)
+        except LostWorkerError:
+            if tries == 1:
+                raise
+        finally:
+            self.release(worker, keep=not worker.killed, task=queued)
+        return self._ask(queued, task, seconds, tries - 1)
 
     def lease(self, task: "_Task | None" = None) -> "Worker":
         """Return a free worker; wait until there is one.
@@ -189,7 +209,7 @@ class _Task(Future[Any]):
 
     def __init__(self, lock: threading.Lock) -> None:
         super().__init__()
-        self._lock, self.abandoned = lock, False
+        self._lock, self.abandoned, self.blocked = lock, False, BLOCKED.get()
         self.worker: Worker | None = None
 
     @property
@@ -241,24 +261,18 @@ class Worker:
             CallError: If the call raises, dies or takes longer, or if a signal stops the run; except after an exception
                 the worker has ended.
         """
+        return open_reply(self.exchange(task, seconds))
+
+    def exchange(self, task: bytes, seconds: float) -> bytes:
+        """Send a task and return the pickled reply; raises as :meth:`ask` does without an exception of the call."""
         try:
             self._connection.send_bytes(task)
-            if self._replies(seconds):
-                return open_reply(self._connection.recv_bytes())
+            if wait_within(self._connection.poll, seconds):
+                return self._connection.recv_bytes()
             failure = self._late(seconds)
         except (EOFError, OSError):
             failure = self._death()
         raise failure
-
-    def _replies(self, seconds: float) -> bool:
-        """Return True if there is a reply in time; a signal that stops the run shortens the time."""
-        end, hurried = time.monotonic() + seconds, False
-        while (left := end - time.monotonic()) > 0:
-            if CLOCK.stopped_by and not hurried:
-                end, hurried = min(end, time.monotonic() + HURRY), True
-            elif self._connection.poll(min(left, POLL_SECONDS)):
-                return True
-        return False
 
     def _late(self, seconds: float) -> CallError:
         if CLOCK.stopped_by:
@@ -342,7 +356,7 @@ class _Server(Worker):
     def _load(self) -> str:
         try:
             self.start()
-            if self._replies(STARTUP_SECONDS):
+            if wait_within(self._connection.poll, STARTUP_SECONDS):
                 return self._connection.recv()
             failure = self._late(STARTUP_SECONDS)
         except (EOFError, OSError):
@@ -366,6 +380,17 @@ class _Server(Worker):
         self._popen.kill()  # has exited, unless it was stopped
         self._popen.wait()
         return code
+
+
+def wait_within(wait: Callable[[float], bool], seconds: float) -> bool:
+    """Return True if ``wait(seconds)`` does so in time; a signal that stops the run shortens the time."""
+    end, hurried = time.monotonic() + seconds, False
+    while (left := end - time.monotonic()) > 0:
+        if CLOCK.stopped_by and not hurried:
+            end, hurried = min(end, time.monotonic() + HURRY), True
+        elif wait(min(left, POLL_SECONDS)):
+            return True
+    return False
 
 
 def open_reply(reply: bytes) -> Any:

@@ -14,15 +14,19 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import IO, NamedTuple
 
+import cloudpickle
 from packaging.requirements import Requirement
 
 from lightning_rl.processes.command import SandboxResult, run_with_limits
+from lightning_rl.processes.errors import CallError
+from lightning_rl.processes.pool import Pool
+from lightning_rl.processes.ray_pool import RayWorkers, pool_of
 from lightning_rl.utils.arguments import check_counts, check_numbers, check_texts
 from lightning_rl.utils.naming import in_words
 
@@ -35,6 +39,7 @@ PATH = "/usr/local/bin:/usr/bin:/bin"
 TOOLS = ("bwrap", "setpriv", "prlimit", "ldd")
 HOME, MAIN = "/sandbox", "/sandbox/main.py"  # inside
 PACKAGES = ("numpy", "pytest")
+PATIENCE = 60.0  # seconds of a program on a worker beyond its limit
 SHARED = ("/etc/ld.so.cache", "/usr/lib/locale/C.utf8", "/usr/share/zoneinfo")  # files of the system, where they exist
 LINKS = ("/bin", "/lib", "/lib64", "/sbin", "/usr/lib64")  # where they are links
 LIBRARY = re.compile(r"(/\S+) \(0x", re.ASCII)  # in the output of ldd
@@ -58,6 +63,8 @@ class Sandbox:
         output: Maximum size of the output in bytes.
         processes: Maximum number of processes and threads.
         disk: Maximum size of written files in bytes.
+        workers: Workers of a Ray cluster on which the programs run, if each node can isolate programs; None for this
+            machine. Set ``parallel`` of ``CodeTests`` to their number.
         packages: Names of installed distributions that a program can import, such as ``"pandas"``, with their
             dependencies. Those of the default may be missing.
 
@@ -71,6 +78,7 @@ class Sandbox:
     processes: int = 16
     disk: int = 2**24
     packages: tuple[str, ...] = PACKAGES
+    workers: RayWorkers | None = None
 
     def __post_init__(self) -> None:  # noqa: D105
         check_numbers(above=0, finite=True, seconds=self.seconds)
@@ -99,8 +107,10 @@ class Sandbox:
             stdin: Standard input of the program.
 
         Raises:
-            SandboxUnavailable: If this machine cannot isolate programs.
+            SandboxUnavailable: If this machine, or that of the worker, cannot isolate programs.
         """
+        if self.workers is not None:
+            return self._run_elsewhere(source, stdin)
         if missing := [tool for tool in TOOLS if shutil.which(tool, path=PATH) is None]:
             raise SandboxUnavailable(
                 f"expected a machine that can isolate programs, got no {in_words(missing)}: {CURE}"
@@ -128,6 +138,19 @@ class Sandbox:
                 reason = result.stderr.strip() or f"exit code {result.code} of bubblewrap"
                 raise SandboxUnavailable(f"expected a machine that can isolate programs, got {reason}: {CURE}")
         return result
+
+    def _run_elsewhere(self, source: str, stdin: str) -> SandboxResult:
+        try:
+            task = cloudpickle.dumps(((source, stdin), {}))
+            return _pool_of(self).submit(task, self.seconds + PATIENCE).result()
+        except CallError as error:
+            known = error.kind == SandboxUnavailable.__name__
+            raise SandboxUnavailable(error.message if known else str(error)) from error
+
+    def close(self) -> None:
+        """End the processes on workers; the next program starts new ones."""
+        if self.workers is not None:
+            _pool_of(self).close()
 
     def _bubblewrap(self, python: "Python", program: int, status: int) -> list[str]:
         """Return the command that isolates the command after it."""
@@ -292,6 +315,12 @@ def _environment(python: Python) -> dict[str, str]:
         "PYTHONPATH": ":".join(python.path),
         **threads,
     }
+
+
+@cache
+def _pool_of(sandbox: Sandbox) -> Pool:
+    local = replace(sandbox, workers=None)
+    return pool_of(cloudpickle.dumps(local.run), sandbox.workers or 1)
 
 
 @cache

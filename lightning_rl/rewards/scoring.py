@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
+from functools import cached_property, partial
 from numbers import Real
 from typing import Any, Self, cast
 
@@ -19,8 +19,11 @@ from transformers import TrainerState
 
 from lightning_rl.distributed import RunEndError
 from lightning_rl.processes.errors import INTERRUPT, INVALID, TIMEOUT
-from lightning_rl.processes.timeouts import CLOCK, RewardTimeoutError, remaining
+from lightning_rl.processes.ray_pool import RayWorkers, fleet_of
+from lightning_rl.processes.timeouts import CLOCK, LONGEST, RewardTimeoutError, remaining
+from lightning_rl.rewards.code import CodeTests
 from lightning_rl.rewards.reward_call import CallStyle, Reward, completion_form
+from lightning_rl.rewards.sandbox import Sandbox
 from lightning_rl.rewards.submitted import LOOP, Submitted
 from lightning_rl.rewards.subprocess_reward import SubprocessReward
 from lightning_rl.rewards.text import column_of
@@ -57,6 +60,9 @@ class Rewards:
             limit.
         max_failure_rate: The run ends with a checkpoint if rewards failed on at least this fraction of a rollout's
             rows; None disables the check.
+        workers: Workers of a Ray cluster for each ``SubprocessReward`` and, as if it was one with the time limit
+            ``timeout``, each function that is neither a coroutine nor an object such as ``ExactMatch()``; None for no
+            cluster.
 
     Raises:
         ValueError: If there is no function, a name is duplicate, invalid or taken by another metric, a weight is not
@@ -67,6 +73,7 @@ class Rewards:
     _: KW_ONLY
     timeout: float | None = SECONDS
     max_failure_rate: float | None = 1.0
+    workers: RayWorkers | None = None
 
     def __post_init__(self) -> None:
         """Check the options, and convert the functions to a mapping from name to (function, weight)."""
@@ -90,10 +97,29 @@ class Rewards:
         """Return rewards for rewards or a source."""
         return rewards if isinstance(rewards, cls) else cls(rewards)
 
-    @property
+    @cached_property
     def by_name(self) -> dict[str, Reward]:
-        """Functions by name."""
-        return {name: function for name, (function, _) in self.sources.items()}
+        """Functions by name, as they are called: those that run on workers are each a SubprocessReward."""
+        return {name: self._place(function) for name, (function, _) in self.sources.items()}
+
+    def _place(self, function: Reward) -> Reward:
+        if self.workers is not None and isinstance(function, SubprocessReward):
+            return function.on(self.workers)
+        if self.workers is None or not inspect.isroutine(function) or inspect.iscoroutinefunction(function):
+            return function
+        return SubprocessReward(function, processes=self.workers, seconds=self.timeout or LONGEST)
+
+    def check_workers(self) -> None:
+        """Wait until a worker on the Ray cluster has started, if functions run there.
+
+        Raises:
+            ValueError: If there is no cluster.
+            CallError: If no worker can start.
+        """
+        pools = (one.processes for one in self.by_name.values() if isinstance(one, SubprocessReward))
+        for workers in {one for one in pools if isinstance(one, RayWorkers)}:
+            fleet = fleet_of(workers)
+            fleet.give(fleet.take())
 
     @property
     def weights(self) -> dict[str, float]:
@@ -254,6 +280,8 @@ class Rewards:
         for function in self.by_name.values():
             if isinstance(function, SubprocessReward):
                 function.close()
+            if isinstance(function, CodeTests) and isinstance(function.sandbox, Sandbox):
+                function.sandbox.close()
 
 
 def _exact(call: RewardCall) -> Float[Tensor, " B"]:

@@ -17,6 +17,7 @@ from transformers import TrainerState
 
 from lightning_rl.processes.errors import DEATH
 from lightning_rl.processes.pool import Pool, dump
+from lightning_rl.processes.ray_pool import RayWorkers, pool_of
 from lightning_rl.processes.timeouts import CLOCK, RewardTimeoutError
 from lightning_rl.rewards.reward_call import EXTRAS, Reward
 from lightning_rl.rewards.submitted import Submitted
@@ -38,7 +39,7 @@ class SubprocessReward:
 
     Args:
         reward: Any reward function.
-        processes: Number of processes.
+        processes: Number of processes, or :class:`RayWorkers` for processes on the nodes of a Ray cluster.
         seconds: Time limit of a call on all rows; with ``per_sample``, of a call on one row. Loading the reward in a
             process has a limit of 120 s.
         per_sample: Call the reward on one row at a time, each a separate task; for a reward that does not compare rows.
@@ -54,7 +55,7 @@ class SubprocessReward:
         self,
         reward: Reward,
         *,
-        processes: int = 2,
+        processes: int | RayWorkers = 2,
         seconds: float = 60.0,
         per_sample: bool = False,
         memory: int | None = None,
@@ -70,7 +71,8 @@ class SubprocessReward:
             raise ValueError(
                 f'expected environment to map names to strings, such as {{"HOME": "/tmp"}}, got {environment!r}'
             )
-        check_counts(1, processes=processes)
+        if not isinstance(processes, RayWorkers):
+            check_counts(1, processes=processes)
         check_counts(1, optional=True, memory=memory)
         check_numbers(above=0, finite=True, seconds=seconds)
         self.reward, self.processes, self.seconds = reward, processes, seconds
@@ -78,6 +80,11 @@ class SubprocessReward:
         self.__name__ = name_of(reward)
         self.__signature__ = inspect.signature(reward)
         self._pool: Pool | None = None
+
+    def on(self, workers: RayWorkers) -> "SubprocessReward":
+        """Return a copy whose processes are workers of a Ray cluster."""
+        limits: dict[str, Any] = {"memory": self.memory, "environment": self.environment, "seconds": self.seconds}
+        return SubprocessReward(self.reward, processes=workers, per_sample=self.per_sample, **limits)
 
     @property
     def starts_early(self) -> bool:
@@ -134,8 +141,9 @@ class SubprocessReward:
         """Return the pool; pickle the reward at the first call."""
         if self._pool is None:
             function = dump(with_notes(self.reward), f"a reward {self.__name__}", "create its state inside of it")
-            self._pool = Pool(function, processes=self.processes, memory=self.memory, environment=self.environment)
-            rank_zero_info(f"reward {self.__name__} runs in {self.processes} separate processes")
+            self._pool = pool_of(function, self.processes, memory=self.memory, environment=self.environment)
+            place = " of the Ray cluster" if isinstance(self.processes, RayWorkers) else ""
+            rank_zero_info(f"reward {self.__name__} runs in {self._pool.processes} separate processes{place}")
         return self._pool
 
 

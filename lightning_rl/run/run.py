@@ -158,6 +158,7 @@ class Run:
             names = run_names(options, corrections, validation=bool(data.validation))
             check_monitors(trainer, names, known=known, validates=validates)
         if data is not None:
+            options.rewards.check_workers()
             data.use_tokenizer(options.tokenizer)
             data.chooser = corrections.chooser
         return replace(

@@ -28,6 +28,7 @@ from lightning_rl.environments import (
 from lightning_rl.generation import Capabilities, Completion, Request
 from lightning_rl.generation import engine as engine_module
 from lightning_rl.generation.validate_completions import Answers
+from lightning_rl.processes.pool import BLOCKED
 from lightning_rl.samples import Trajectory
 
 EOS = 9
@@ -167,6 +168,28 @@ def test_who_comes_too_late_joins_the_next_round(monkeypatch: pytest.MonkeyPatch
     with ThreadPoolExecutor(2) as executor:
         converse([opening(0, Late(2)), opening(1, Echo(2))], engine, executor=executor)
     assert isinstance(engine, Noting) and engine.rounds == [[(0, 0), (1, 0)], [(1, 1)], [(0, 1)]]
+
+
+def test_a_conversation_that_waits_for_a_worker_delays_no_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "LINGER", 20.0)
+    ended = threading.Event()
+
+    class Waits(Echo):
+        @override
+        def reset(self, row: Mapping[str, Any], seed: int) -> Sequence[int]:
+            BLOCKED.get()(1)
+            assert ended.wait(10), "the round waits for the worker"
+            BLOCKED.get()(-1)
+            return super().reset(row, seed)
+
+    class Holds(Echo):
+        @override
+        def close(self) -> None:
+            ended.set()
+
+    with ThreadPoolExecutor(2) as executor:
+        talks = converse([opening(0, Waits(1)), opening(1, Holds(2))], told(lambda _: (EOS,)), executor=executor)
+    assert [talk.failure for talk in talks] == [None, None]
 
 
 @pytest.mark.parametrize("workers", [0, 4])

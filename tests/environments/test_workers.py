@@ -170,7 +170,8 @@ def breaks() -> Any:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _marked(place: Callable[[int], Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    assert place, "a cluster has started without the mark"
     empty = tmp_path_factory.mktemp("forks") / "empty.py"
     empty.touch()
     Fork(0, [str(empty)], dict(os.environ), empty).wait()  # starts the parent of forks without the mark
@@ -182,7 +183,7 @@ def _marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
+def pool(_marked: None, place: Callable[[int], Any]) -> Iterator[WorkerPool]:
     factories: dict[str, Any] = {
         "bad": Bad,
         "messages": InMessages,
@@ -191,7 +192,7 @@ def pool() -> Iterator[WorkerPool]:
         "waits": Waits,
     }
     factories |= {"breaks": breaks}
-    made = WorkerPool(factories, workers=8, step_seconds=3.0, conversation_seconds=4.5)
+    made = WorkerPool(factories, workers=place(8), step_seconds=3.0, conversation_seconds=4.5)
     yield made
     made.close()
     assert nothing_is_left(), "closing ends everything that a pool started"

@@ -11,7 +11,8 @@ from lightning_rl.rewards import Sandbox, SandboxUnavailable
 ENVIRONMENTS = {
     "agents": "make test-agents", "comet_ml": "make test-loggers", "compose_spec": "make test-launch",
     "gem": "make test-gem", "kubernetes_validate": "make test-launch", "liger_kernel": "make test-liger",
-    "mlflow": "make test-loggers", "openenv": "make test-openenv", "reasoning_gym": "make test-reasoning-gym",
+    "mlflow": "make test-loggers", "openenv": "make test-openenv", "ray": "make test-ray",
+    "reasoning_gym": "make test-reasoning-gym",
     "tensorboard": "make test-loggers", "textarena": "make test-textarena", "verifiers": "make test-verifiers",
     "wandb": "make test-loggers",
 }  # fmt: skip

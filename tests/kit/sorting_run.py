@@ -1,8 +1,8 @@
 """The quickstart's task on two nodes and servers, which goes on from its newest checkpoint.
 
-``sorting_run.py FOLDER ROLLOUTS URL...``: each rank writes its process to ``process-R`` when it begins to train, and a
-line to ``rollouts-R.jsonl`` for each rollout; rank 0 what the canary sees after each sync to ``syncs.jsonl``, and
-accuracy on held-out lists to ``accuracy-before`` and ``accuracy-after``.
+``sorting_run.py FOLDER ROLLOUTS [URL...]``, on the launcher's servers if there is no URL: each rank writes its process
+to ``process-R`` when it begins to train, and a line to ``rollouts-R.jsonl`` for each rollout; rank 0 what the canary
+sees after each sync to ``syncs.jsonl``, and accuracy on held-out lists to ``accuracy-before`` and ``accuracy-after``.
 """
 
 import json
@@ -28,6 +28,7 @@ from lightning_rl import (
     Rollout,
     SamplingParams,
     VLLMServerEngine,
+    launched_servers,
     warmup_then_linear,
 )
 from lightning_rl.callbacks import NoEOSMask, TruncatedIS
@@ -85,7 +86,7 @@ def main(folder: Path, rollouts: int, urls: list[str]) -> None:
     torch.set_num_threads(1)
     held_out = task.held_out_prompts()
     engine = VLLMServerEngine(
-        urls,
+        urls or launched_servers,
         transfer="broadcast",
         storage=folder / "weights",
         patience=600,

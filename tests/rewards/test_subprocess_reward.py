@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,17 @@ from transformers import TrainerState
 from lightning_rl.rewards import Failure, Rewards, SubprocessReward
 
 MADE: list[SubprocessReward] = []
+PLACES: list[Callable[[int], Any]] = []
 
 
-def isolated(reward: Any, **options: Any) -> SubprocessReward:
-    MADE.append(SubprocessReward(reward, **options))
+def isolated(reward: Any, processes: int = 2, **options: Any) -> SubprocessReward:
+    MADE.append(SubprocessReward(reward, processes=PLACES[-1](processes), **options))
     return MADE[-1]
 
 
 @pytest.fixture(autouse=True)
-def _check_that_no_process_is_left() -> Iterator[None]:
+def _check_that_no_process_is_left(place: Callable[[int], Any]) -> Iterator[None]:
+    PLACES.append(place)
     yield
     while MADE:
         reward = MADE.pop()
@@ -179,6 +181,7 @@ SubprocessReward(hangs, environment={"MARK": sys.argv[1]})(["q"], ["a"])
 """
 
 
+@pytest.mark.parametrize("place", ["here"], indirect=True)
 def test_an_interrupted_call_ends_its_processes_and_the_trainer(tmp_path: Path) -> None:
     mark = str(tmp_path)
     with subprocess.Popen([sys.executable, "-c", HANGS, f"{mark}/"]) as trainer:
@@ -207,7 +210,7 @@ def test_a_sample_that_hangs_fails_alone_and_its_process_is_replaced() -> None:
     reward = isolated(sleepy, per_sample=True, seconds=2.0, processes=2)
     found = scores(reward, ["x"] * 20)
     assert causes(found) == [((7, 17), "took longer than 2 s")] and found.scored.sum() == 18
-    assert len(reward.pids()) <= 6, "server, two workers and their guards"
+    assert len(reward.pids()) <= (6 if PLACES[-1] is int else 8), "servers, two workers and their guards"
 
 
 def test_a_process_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:

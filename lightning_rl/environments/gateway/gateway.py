@@ -1,4 +1,4 @@
-"""HTTP server on this machine that answers calls of programs as a model API, one key for each sample."""
+"""HTTP server of this process that answers calls of programs as a model API, one key for each sample."""
 
 import secrets
 from collections.abc import Mapping
@@ -17,6 +17,7 @@ OPPONENT = "opponent"
 """Name under which the policy answers calls that do not train."""
 
 MAX_BODY = 2**26  # bytes of a request
+LOOPBACK = "127.0.0.1"
 BACKLOG = 1024  # connections that wait to be accepted
 PROTOCOLS: Mapping[str, WireProtocol] = {
     protocol.route: protocol for protocol in (ChatCompletions(), Responses(), AnthropicMessages())
@@ -60,28 +61,29 @@ class CallHandler(Protocol):
 
 
 class Gateway:
-    """HTTP server on loopback at a free port, until the process ends.
-
-    Attributes:
-        url: Base URL.
-    """
+    """HTTP server at a free port, until the process ends."""
 
     def __init__(self) -> None:
         self._handlers: dict[str, CallHandler] = {}
-        self._url = ""
+        self._urls: dict[str, str] = {}
 
-    async def open(self, handler: CallHandler) -> tuple[str, str]:
-        """Return the base URL, and a key with which calls go to ``handler``; the first call starts the server."""
-        if not self._url:
+    async def open(self, handler: CallHandler, address: str = LOOPBACK) -> tuple[str, str]:
+        """Return the base URL, and a key with which calls go to ``handler``; the first call starts the server.
+
+        Args:
+            handler: Handler of the calls.
+            address: Address of this machine at which programs call.
+        """
+        if address not in self._urls:
             application = web.Application(client_max_size=MAX_BODY)
             application.router.add_route("*", "/{path:.*}", self._serve)
             runner = web.AppRunner(application, access_log=None)
             await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0, backlog=BACKLOG).start()
-            self._url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            await web.TCPSite(runner, address, 0, backlog=BACKLOG).start()
+            self._urls[address] = f"http://{f'[{address}]' if ':' in address else address}:{runner.addresses[0][1]}"
         key = secrets.token_urlsafe(32)
         self._handlers[key] = handler
-        return self._url, key
+        return self._urls[address], key
 
     def close(self, key: str) -> None:
         """Refuse all further calls with a key."""
