@@ -157,3 +157,18 @@ def test_every_manifest_is_what_the_schemas_of_kubernetes_take() -> None:
     validator = pytest.importorskip("kubernetes_validate")
     for document in manifests().values():
         validator.validate(document, validator.latest_version(), strict=True)
+
+
+def test_ray_places_ranks_and_servers_by_our_command_line_on_the_nodes_that_it_asks_for() -> None:
+    job = yaml.safe_load((LAUNCH / "ray.yaml").read_text())["spec"]
+    program, *words = shlex.split(job["entrypoint"])
+    parsed = command_line().parse_args(words)
+    assert program == "lightning-rl" and (parsed.command, parsed.recipe) == ("ray", Path("/shared/train.py"))
+    serve = shlex.split(parsed.serve)
+    served = command_line().parse_args(["serve", *serve[: serve.index("--")]])
+    assert served.model == "MODEL" and served.storage == Path("/shared/weights")
+    assert serve[serve.index("--") + 1 :] == ["--tensor-parallel-size", "8"]
+    (workers,) = job["rayClusterSpec"]["workerGroupSpecs"]
+    (node,) = workers["template"]["spec"]["containers"]
+    assert workers["replicas"] == parsed.nodes + parsed.servers
+    assert node["resources"]["limits"]["nvidia.com/gpu"] == parsed.devices == 8

@@ -12,6 +12,7 @@ MODULES = {
     "doctor": "lightning_rl.cli.doctor",
     "export": "lightning_rl.cli.export",
     "from-trl": "lightning_rl.cli.from_trl",
+    "ray": "lightning_rl.cli.ray",
     "replay": "lightning_rl.cli.replay",
     "report": "lightning_rl.cli.report",
     "resume-check": "lightning_rl.cli.resume_check",

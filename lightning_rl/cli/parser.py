@@ -1,6 +1,7 @@
 """Argument parser of all commands. Imports no torch, so that help is fast."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 RECIPE = "a script that calls Trainer.fit"
@@ -20,6 +21,7 @@ def command_line() -> argparse.ArgumentParser:
     _doctor(commands)
     _export(commands)
     _from_trl(commands)
+    _ray(commands)
     _replay(commands)
     _report(commands)
     _resume_check(commands)
@@ -27,10 +29,10 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
-    """Return a whole number of at least 1; argparse adds the name of the option to the error."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
+def _count(text: str, least: int = 1) -> int:
+    """Return a whole number of at least ``least``; argparse adds the name of the option to the error."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text}")
     return int(text)
 
 
@@ -76,6 +78,27 @@ def _from_trl(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     parser.add_argument("--prompts", help="file or data set of prompts (default: that of the configuration)")
     ignored = "names of options to leave out"
     parser.add_argument("--ignore", action="extend", nargs="+", default=[], metavar="OPTION", help=ignored)
+
+
+def _ray(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("ray", help="run a recipe on a Ray cluster, with its vLLM servers")
+    parser.add_argument("recipe", type=Path, help=RECIPE)
+    address = "address of the cluster (default: RAY_ADDRESS, the cluster of this machine, or a new one on it)"
+    parser.add_argument("--address", help=address)
+    nodes = "number of groups of ranks, num_nodes of the Trainer (default: %(default)s)"
+    parser.add_argument("--nodes", type=_count, default=1, help=nodes)
+    devices = "number of ranks of a group, devices of the Trainer (default: %(default)s)"
+    parser.add_argument("--devices", type=_count, default=1, help=devices)
+    kinds = "reserve a GPU for each rank (default: if the cluster has GPUs)"
+    parser.add_argument("--accelerator", choices=("auto", "cpu", "gpu"), default="auto", help=kinds)
+    restarts = "number of times that all ranks start again after one failed (default: %(default)s)"
+    parser.add_argument("--max-restarts", type=partial(_count, least=0), default=3, help=restarts)
+    parser.add_argument(
+        "--servers", type=partial(_count, least=0), default=0, help="number of vLLM servers (default: %(default)s)"
+    )
+    served = "arguments of lightning-rl serve for each server, without --host and --port"
+    parser.add_argument("--serve", default="", metavar="ARGUMENTS", help=served)
+    parser.epilog = f"{PASSED_ON} The recipe gets its servers by VLLMServerEngine(launched_servers)."
 
 
 def _replay(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
