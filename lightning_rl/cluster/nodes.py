@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import ray
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lightning_rl.version import __version__
@@ -63,7 +64,12 @@ def check_nodes(paths: Sequence[Path]) -> None:
 
     task, nodes = ray.remote(num_cpus=0)(look), [node for node in ray.nodes() if node["Alive"]]
     places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
-    answers = ray.get([task.options(scheduling_strategy=place).remote(list(paths)) for place in places])
+    try:
+        answers = ray.get([task.options(scheduling_strategy=place).remote(list(paths)) for place in places])
+    except RayError as error:
+        raise ClusterError(
+            f"expected every node of the Ray cluster to answer, got {error}: was one lost? Try again"
+        ) from error
     wrong = [
         f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}) "
         + (answer if answer.startswith("has") else f"has version {answer}")

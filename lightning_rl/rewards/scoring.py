@@ -79,6 +79,9 @@ class Rewards:
         """Check the options, and convert the functions to a mapping from name to (function, weight)."""
         check_numbers(above=0, finite=True, optional=True, timeout=self.timeout)
         check_numbers(above=0, at_most=1, optional=True, max_failure_rate=self.max_failure_rate)
+        if not isinstance(self.workers, RayWorkers | None):
+            wanted = f"workers to be RayWorkers or None, got {self.workers!r:.200}"
+            raise ValueError(f"expected {wanted}: SubprocessReward(processes=) takes processes on this machine")
         check_place(f"rewards={MODULE}", self.functions)
         pairs = _pairs(self.functions)
         check_reward_names(list(pairs))

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from lightning_rl.rewards import (
     RegexMatch,
     Repetition,
     RewardModel,
+    Rewards,
     SubprocessReward,
     TagFormat,
 )
@@ -55,6 +57,7 @@ OPTIONS: list[tuple[Make, dict[str, Any], str]] = [
     ),
     (NumberMatch, {"markers": ["####", ""]}, "expected markers to be a list of strings of at least one letter, got"),
     (MathMatch, {"timeout": "5"}, "expected timeout to be a number > 0, got str '5': remove the quotes"),
+    (partial(Rewards, rated), {"workers": 4}, "expected workers to be RayWorkers or None, got 4"),
     (RegexMatch, {"pattern": None}, "expected pattern to be a regular expression, got None"),
     (JSONSchema, {"schema": 5}, "expected schema to be a JSON schema or the name of a column, got 5"),
     (TagFormat, {"tags": "think"}, r"expected tags to be a list of strings .* got 'think': write \['think'\]"),
