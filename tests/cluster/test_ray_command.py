@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from kit import killed_run
@@ -55,9 +56,11 @@ def test_a_node_that_is_lost_and_replaced_changes_no_weight(tmp_path: Path, clus
     assert whole.finish() == 0, whole.output()
     ran = started(tmp_path / "ray", "ddp")
     ran.wait_for("step=5.ckpt")
+    lost = [int((tmp_path / "ray" / f"process-{rank}").read_text()) for rank in range(RANKS)]
     cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
     cluster.add_node(num_cpus=1)
     assert ran.finish() == 0, ran.output()
+    assert not any(psutil.pid_exists(pid) for pid in lost)
     check_equal(tmp_path / "ray", tmp_path / "whole")
 
 

@@ -169,6 +169,7 @@ Rewards(ones, workers=RayWorkers(2)).check_workers()
 
 
 def test_no_cluster_at_the_address_is_an_error_before_the_run_which_else_imports_no_ray() -> None:
+    pytest.importorskip("ray")
     environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:1"}
     ran = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
     assert "ValueError: expected a Ray cluster at 127.0.0.1:1, got " in ran.stderr, ran.stderr

@@ -1,7 +1,6 @@
 """Fleet without ready servers: backoff, patience, unusable answers, and calls that are cancelled or interrupted."""
 
 import asyncio
-import os
 import signal
 import threading
 from contextlib import closing
@@ -74,7 +73,7 @@ def test_a_push_that_is_interrupted_resumes_the_requests_of_its_server(one: Scri
 
     def answer(path: str, body: Any) -> Answer:
         if path == "/collective_rpc" and body["method"] == "lightning_rl_load":
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             return 500 if gate.wait(20) else 501
         return honest(path, body)
 
