@@ -24,10 +24,7 @@ def run(arguments: argparse.Namespace, options: Sequence[str]) -> int:
         from lightning_rl.cluster.servers import Servers
     except ImportError as error:
         raise SystemExit(f"expected ray to be installed, got {error}: pip install 'lightning-rl[ray]'") from error
-    try:
-        words = server_arguments(arguments.serve)
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
+    words = server_arguments(arguments.serve)
     if bool(words) != bool(arguments.servers):
         raise SystemExit(f"expected --servers and --serve together, such as {SUCH_AS}")
     namespace, folder = f"lightning-rl-{secrets.token_hex(4)}", Path.cwd()
@@ -72,5 +69,8 @@ def server_arguments(text: str) -> Sequence[str]:
         )
     if words:
         command_line().parse_args(["serve", *words[:cut]])
-        check_options(words[cut + 1 :])
+        try:
+            check_options(words[cut + 1 :])
+        except ValueError as error:
+            raise SystemExit(str(error)) from error
     return words
