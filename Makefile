@@ -224,7 +224,7 @@ $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.py
 	rm -rf build/vllm
 	$(VLLM_BIN)/python -m pip download --quiet --no-deps --dest build/vllm '$(VLLM)'
 	$(VLLM_BIN)/python tests/vllm/requirements.py build/vllm/*.whl > build/vllm/requirements.txt
-	$(VLLM_BIN)/python -m pip install --quiet '$(TORCH)' -r build/vllm/requirements.txt -e '.[peft,report]' 'pytest>=9.1' 'hypothesis>=6.100'
+	$(VLLM_BIN)/python -m pip install --quiet '$(TORCH)' -r build/vllm/requirements.txt -e '.[peft,ray,report]' 'pytest>=9.1' 'hypothesis>=6.100'
 	$(VLLM_BIN)/python -m pip install --quiet --no-deps build/vllm/*.whl '$(TORCHVISION)'
 	cp tests/vllm/torchvision_operators.py .venv-vllm/lib/python3.*/site-packages
 	echo 'import torchvision_operators' > $$(echo .venv-vllm/lib/python3.*/site-packages)/torchvision_operators.pth

@@ -47,8 +47,11 @@ class Limits:
             )
         if min(ids) < 0 or max(ids) >= self.vocabulary:
             raise ValueError(f"expected token ids in [0, {self.vocabulary}), got {min(ids)}..{max(ids)} {where}")
-        if sampling.temperature > 0 and not TEMPERATURES[0] <= sampling.temperature <= TEMPERATURES[1]:
-            raise ValueError(f"expected temperature 0 or within {TEMPERATURES}, got {sampling.temperature} {where}")
+        lowest, highest = TEMPERATURES
+        if sampling.temperature > 0 and not lowest <= sampling.temperature <= highest:
+            raise ValueError(
+                f"expected temperature 0 or within [{lowest:g}, {highest:g}], got {sampling.temperature} {where}"
+            )
         pictures = 0 if request.media is None else len(request.media.pictures)
         if pictures > (self.max_pictures or 0):
             raise ValueError(
