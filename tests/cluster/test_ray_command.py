@@ -64,6 +64,36 @@ def test_a_node_that_is_lost_and_replaced_changes_no_weight(tmp_path: Path, clus
     check_equal(tmp_path / "ray", tmp_path / "whole")
 
 
+REWARDED = """
+import sys
+import torch
+from pathlib import Path
+from kit.support import fit, tiny_module, tiny_prompts, weights_of
+from lightning_rl import RayWorkers, Rewards
+
+def parity(completions, *, completion_ids, **columns):
+    return [float(len(ids) % 2) for ids in completion_ids]
+
+folder, workers = Path(sys.argv[1]), RayWorkers(1, cpus=0.5) if sys.argv[2] == "workers" else None
+module = tiny_module(rewards=Rewards({"parity": parity}, workers=workers))
+trainer = fit(module, data=tiny_prompts(8, 4), num_nodes=2, strategy="ddp")
+torch.save(weights_of(module), folder / f"{sys.argv[2]}-{trainer.global_rank}")
+"""
+
+
+def test_ranks_with_workers_equal_ranks_without(tmp_path: Path, cluster: Any) -> None:
+    (tmp_path / "rewarded.py").write_text(REWARDED)
+    room = cluster.add_node(num_cpus=1)
+    found = []
+    for kind in ("alone", "workers"):
+        ran = RayCommand(tmp_path, "rewarded.py", "--nodes", "2", "--", tmp_path, kind)
+        assert ran.finish() == 0, ran.output()
+        found.append([torch.load(tmp_path / f"{kind}-{rank}") for rank in range(RANKS)])
+    cluster.remove_node(room)
+    for alone, rewarded in zip(*found, strict=True):
+        assert all(torch.equal(rewarded[name], weight) for name, weight in alone.items())
+
+
 def test_a_recipe_that_fails_ends_the_command_with_its_error(tmp_path: Path, cluster: Any) -> None:
     (tmp_path / "recipe.py").write_text("raise ValueError('wrong option')")
     ran = RayCommand(tmp_path, "recipe.py", "--max-restarts", "0")

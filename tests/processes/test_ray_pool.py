@@ -1,5 +1,6 @@
 """Workers on a Ray cluster: nodes that are lost, too small or unable, and what only several machines need."""
 
+import json
 import logging
 import os
 import signal
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import cloudpickle
 import pytest
@@ -197,20 +199,27 @@ def test_the_handler_of_signals_stays(cluster: Any) -> None:
     pool.close()
 
 
-def test_a_program_on_a_node_calls_the_policy_at_the_address_of_this_machine(cluster: Any) -> None:
-    def run(row: Any, model: PolicyEndpoint) -> float:
-        import json
-        from urllib.request import Request, urlopen
+def calls_elsewhere(row: Any, model: PolicyEndpoint) -> float:
+    """Return 1 if the policy answers at an address that other machines reach."""
+    body = json.dumps({"model": model.model, "messages": [{"role": "user", "content": row["prompt"]}]}).encode()
+    headers = {"Authorization": f"Bearer {model.key}", "Content-Type": "application/json"}
+    with urlopen(Request(f"{model.url}/v1/chat/completions", body, headers)) as answer:
+        return float("127.0.0.1" not in model.url and bool(json.load(answer)["choices"]))
 
-        body = json.dumps({"model": model.model, "messages": [{"role": "user", "content": row["prompt"]}]}).encode()
-        headers = {"Authorization": f"Bearer {model.key}", "Content-Type": "application/json"}
-        with urlopen(Request(f"{model.url}/v1/chat/completions", body, headers)) as answer:
-            return float("127.0.0.1" not in model.url and bool(json.load(answer)["choices"]))
 
-    pool = WorkerPool({"environment": Program(run)}, workers=RayWorkers(2))
+@pytest.mark.parametrize(
+    ("workers", "programs"),
+    [pytest.param(RayWorkers(2), 2, id="at-once"), pytest.param(RayWorkers(6, cpus=1.5), 6, id="room-for-three")],
+)
+def test_programs_on_nodes_call_the_policy_and_delay_no_round_while_they_wait_for_a_worker(
+    workers: RayWorkers, programs: int, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_rl.generation.engine.LINGER", 1000.0)
+    pool = WorkerPool({"environment": Program(calls_elsewhere)}, workers=workers)
     try:
-        conversations = opened(NAME, Program(run), [{"prompt": "one"}, {"prompt": "two"}], workers=pool)
-        assert [one.environment_reward for one in converse(conversations, fake(NAME))] == [1.0, 1.0]
+        rows = [{"prompt": str(number)} for number in range(programs)]
+        conversations = opened(NAME, Program(calls_elsewhere), rows, workers=pool)
+        assert [one.environment_reward for one in converse(conversations, fake(NAME))] == [1.0] * programs
     finally:
         pool.close()
 
