@@ -94,6 +94,25 @@ def test_ranks_with_workers_equal_ranks_without(tmp_path: Path, cluster: Any) ->
         assert all(torch.equal(rewarded[name], weight) for name, weight in alone.items())
 
 
+GPUS = """
+import os, sys
+from pathlib import Path
+Path(sys.argv[1], os.environ["RANK"]).write_text(os.environ["CUDA_VISIBLE_DEVICES"] + " " + os.environ["LOCAL_RANK"])
+"""
+
+
+def test_each_group_of_a_node_has_its_own_gpus(tmp_path: Path, cluster: Any) -> None:
+    (tmp_path / "gpus.py").write_text(GPUS)
+    node = cluster.add_node(num_cpus=4, num_gpus=4)
+    ran = RayCommand(tmp_path, "gpus.py", "--nodes", "2", "--devices", "2", "--", tmp_path)
+    assert ran.finish() == 0, ran.output()
+    cluster.remove_node(node)
+    found = [(tmp_path / str(rank)).read_text().split() for rank in range(4)]
+    assert [place for _, place in found] == ["0", "1", "0", "1"]
+    assert found[0][0] == found[1][0] and found[2][0] == found[3][0]
+    assert sorted([*found[0][0].split(","), *found[2][0].split(",")]) == ["0", "1", "2", "3"]
+
+
 def test_a_recipe_that_fails_ends_the_command_with_its_error(tmp_path: Path, cluster: Any) -> None:
     (tmp_path / "recipe.py").write_text("raise ValueError('wrong option')")
     ran = RayCommand(tmp_path, "recipe.py", "--max-restarts", "0")
