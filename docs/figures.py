@@ -466,12 +466,12 @@ def by_imitation(correction: corrections.PositiveNLL) -> Dots:
 
 
 def by_signal() -> Dots:
-    """Draw the mean absolute advantage of each answer's group, by which a curriculum chooses pools."""
+    """Draw the signal of each answer's group, by which a curriculum chooses pools."""
     rollout = plain().last
-    means, _, _ = group_signal(rollout)
+    signals, _, _ = group_signal(rollout)
     right = rollout.rewards > 0
     x = group_shares(rollout) + torch.where(right, -0.004, 0.004)
-    return Dots(x, means, right, "share of right answers in the group", "mean absolute advantage", MARKS)
+    return Dots(x, signals, right, "share of right answers in the group", "advantage times wrong share", MARKS)
 
 
 def with_baseline() -> corrections.RoleBaseline:

@@ -69,14 +69,14 @@ def test_the_pool_with_spread_gets_its_share_and_q_follows_the_formula() -> None
     assert 0 < value <= 0.5 and hard > 16 / (1 + math.exp(-value / 0.25)) - 1 > 8
 
 
-def test_q_is_the_mean_absolute_advantage_of_a_pools_groups() -> None:
+def test_q_is_the_mean_absolute_advantage_of_a_pools_groups_times_their_wrong_share() -> None:
     curriculum = Curriculum("source", rate=1.0, mastered=None)
     seen: list[Rollout] = []
     watch = type("Watch", (RLCallback,), {"name": "watch", "observe": lambda _, rollout: seen.append(rollout)})()
     run(curriculum, watch, limit_train_batches=2)
     rates = [float(group.mean()) for group in seen[0].rewards.reshape(-1, 4)]
-    means = [2 * math.sqrt(rate * (1 - rate)) for rate in rates if rate < 1]
-    assert curriculum.pools["hard"].value == pytest.approx(sum(means) / 2, abs=1e-4)
+    signals = [(1 - rate) * 2 * math.sqrt(rate * (1 - rate)) for rate in rates if rate < 1]
+    assert curriculum.pools["hard"].value == pytest.approx(sum(signals) / 2, abs=1e-4)
 
 
 def test_a_mastered_row_is_not_drawn_again_until_all_are() -> None:

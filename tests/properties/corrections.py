@@ -118,7 +118,7 @@ KNOBS: dict[type, dict[str, tuple[Any, Any]]] = {
     AdaptiveKL: {"beta": (0.05, 0.1), "target": (0.1, 0.01), "horizon": (100, 10), **KL},
     TeacherKL: {"teacher": (None, tiny_policy), "beta": (0.5, 1.0), **KL},
     Curriculum: {
-        "column": ("level", "source"), "temperature": (0.2, 1.0), "rate": (0.5, 0.1), "mastered": (1.0, None),
+        "column": ("level", "source"), "temperature": (0.1, 1.0), "rate": (0.5, 0.1), "mastered": (1.0, None),
         "correct_by": ("task", "other"),
     },
     DynamicSampling: {"tolerance": (1e-6, 0.9), "max_rounds": (10, 2), "correct_by": ("task", "other")},
