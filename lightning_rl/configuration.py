@@ -19,9 +19,19 @@ from lightning_rl.utils.trainer import CoreCallback, callbacks_of
 from lightning_rl.version import __version__
 
 FIXED = ("minibatches_per_rollout", "epochs_per_rollout")  # a checkpoint counts step indices in their product
-FREE = {"engine", "evaluation", "model", "mismatch_every_n_rollouts", "rewards.timeout", "rewards.max_failure_rate"}
-FREE |= {"rewards.workers"}
-FREE |= {f"environment.{option}" for option in ("workers", "step_timeout", "timeout", "max_failure_rate")}
+FREE = {"engine", "evaluation", "model", "mismatch_every_n_rollouts"}
+FREE_OF_PARTS = {
+    "lightning_rl.environments.conversation_options.Conversations": (
+        "workers",
+        "step_timeout",
+        "timeout",
+        "max_failure_rate",
+    ),
+    "lightning_rl.rewards.code.CodeTests": ("parallel",),
+    "lightning_rl.rewards.sandbox.Sandbox": ("workers",),
+    "lightning_rl.rewards.scoring.Rewards": ("workers", "timeout", "max_failure_rate"),
+    "lightning_rl.rewards.subprocess_reward.SubprocessReward": ("processes", "seconds"),
+}  # by import path of their class
 FREE_OF_DATA = {"validation", "validation_batch_size", "epoch_length"}
 BESIDE = ("corrections", "data", "precision")  # compared on resume besides the options of the module
 SHOWN = (CoreCallback, ModelSummary, ProgressBar)  # do not affect a run
@@ -132,7 +142,7 @@ def check_resume(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Col
     Raises:
         ValueError: If another option differs.
     """
-    differences = [change for change in changes(_essence(before), _essence(now)) if change[0] not in FREE]
+    differences = list(changes(_essence(before), _essence(now)))
     refuse_differences(differences, allowed)
     return differences
 
@@ -164,10 +174,24 @@ def warn_of_versions(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 def _essence(configuration: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that must not change on resume, by the names in ``allow_config_changes``."""
-    module = {name: value for name, value in configuration["module"].items() if name not in FREE}
+    module = _fixed_part(configuration["module"], FREE)
     data = {name: value for name, value in configuration["data"].items() if name not in FREE_OF_DATA}
     precision = configuration["trainer"]["precision"]
     return {**module, "corrections": configuration["corrections"], "data": data, "precision": precision}
+
+
+def _fixed_part(described: Any, free: Collection[str] = ()) -> Any:
+    """Return a description without the options ``free``, and without those of its parts that may change."""
+    if isinstance(described, list):
+        return [_fixed_part(value) for value in described]
+    if not isinstance(described, Mapping):
+        return described
+    below = FREE_OF_PARTS.get(str(described.get(CLASS)), ())
+    return {
+        name: _fixed_part(value, below if name == ARGUMENTS else ())
+        for name, value in described.items()
+        if name not in free
+    }
 
 
 def _show(*values: Any) -> list[str]:

@@ -42,6 +42,7 @@ from lightning_rl import (
     Critic,
     LossTerm,
     PromptDataModule,
+    RayWorkers,
     Rewards,
     RLCallback,
     ValueLoss,
@@ -52,6 +53,7 @@ from lightning_rl.checkpointing.optimizer_options import rates
 from lightning_rl.configuration import check_resume, warn_of_versions
 from lightning_rl.generation import request_seed
 from lightning_rl.optimizers import fused_adamw, warmup_then_linear
+from lightning_rl.rewards import Sandbox, SubprocessReward
 from lightning_rl.serialization import describe
 
 pytestmark = [
@@ -818,9 +820,40 @@ def compare(option: str, before: Any, now: Any, allow_config_changes: Sequence[s
     check_resume(old, new, allow_config_changes)
 
 
-def test_workers_and_limits_of_failures_may_change() -> None:
-    now = Conversations(Echo, max_turns=4, workers=2, step_timeout=9.0, timeout=90.0, max_failure_rate=None)
-    compare("environment", Conversations(Echo, max_turns=4), now)
+def tested(**options: Any) -> Rewards:
+    """Return rewards with a sandbox in an option of a function."""
+    return Rewards({"tests": partial(parity_reward, sandbox=Sandbox(**options))})
+
+
+@pytest.mark.parametrize(
+    ("option", "before", "now"),
+    [
+        (
+            "environment",
+            Conversations(Echo, max_turns=4),
+            Conversations(Echo, max_turns=4, workers=2, step_timeout=9.0, timeout=90.0, max_failure_rate=None),
+        ),
+        ("environment", Conversations(Echo, workers=RayWorkers(2)), Conversations(Echo, workers=RayWorkers(3, cpus=2))),
+        (
+            "rewards",
+            Rewards(parity_reward, workers=RayWorkers(2)),
+            Rewards(parity_reward, workers=RayWorkers(3), timeout=9.0),
+        ),
+        (
+            "rewards",
+            Rewards(SubprocessReward(parity_reward)),
+            Rewards(SubprocessReward(parity_reward, processes=RayWorkers(2), seconds=9.0)),
+        ),
+        ("rewards", tested(seconds=2.0), tested(seconds=2.0, workers=RayWorkers(2))),
+    ],
+)
+def test_workers_and_limits_of_failures_may_change(option: str, before: Any, now: Any) -> None:
+    compare(option, before, now)
+
+
+def test_time_limits_that_decide_scores_may_not_change() -> None:
+    with pytest.raises(ValueError, match=r"sandbox.seconds: 2.0 in the checkpoint, 3.0 now"):
+        compare("rewards", tested(seconds=2.0), tested(seconds=3.0))
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ def connect_to_ray(address: str | None = None, **options: Any) -> str:
         raise ValueError(
             f"expected the address HOST:PORT of a Ray cluster, got {address}: run on a node of the cluster"
         )
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # which would drop tracebacks of workers that differ in numbers
     handler = signal.getsignal(signal.SIGTERM)  # ray replaces it
     try:
         import ray

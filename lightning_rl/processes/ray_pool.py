@@ -16,6 +16,7 @@ from lightning_rl.processes.pool import BLOCKED, KILL_SECONDS, STARTUP_SECONDS, 
 from lightning_rl.processes.ray_connection import connect_to_ray
 from lightning_rl.processes.timeouts import CLOCK, LONGEST
 from lightning_rl.utils.arguments import check_counts, check_numbers
+from lightning_rl.version import __version__
 
 __all__ = ["RayWorkers"]  # which checkpoints may restore
 
@@ -46,55 +47,34 @@ class RayWorkers:
         check_numbers(at_least=0, finite=True, cpus=self.cpus)
 
 
-class RayHost:
-    """Actor with a process of each pool that uses it; its methods run in order, except those of the group "watch"."""
+def actor_class() -> type:
+    """Return the class of actors, which is nested and thus pickled by value, for nodes without this package."""
 
-    def __init__(self) -> None:
-        self._variables, self._pools, self._held = set(os.environ), dict[int, Pool](), list[tuple[Pool, Worker]]()
+    class Actor:
+        def load(self) -> tuple[str, str, str]:
+            """Return the id and the address of this node, and the version of the package there, or why it has none."""
+            import ray
 
-    def node(self) -> str:
-        import ray
+            place = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+            try:
+                from lightning_rl.processes.ray_host import RayHost
+                from lightning_rl.version import __version__
+            except ImportError as error:
+                return *place, f"none ({error})"
+            self.host = RayHost()
+            return *place, __version__
 
-        return ray.get_runtime_context().get_node_id()
+        def live(self) -> None:
+            """Never return: the trainer gets an error when this actor ends."""
+            import threading
 
-    def live(self) -> None:
-        """Never return: the trainer gets an error when this actor ends."""
-        threading.Event().wait()
+            threading.Event().wait()
 
-    def ask(self, key: int, options: Any, task: bytes, seconds: float, *, new: bool) -> Any:
-        """Return the pickled reply, or the arguments of its :class:`CallError`, to a task of a (``new``) lease.
+        def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+            """Call a method of :class:`RayHost`."""
+            return getattr(self.host, method)(*arguments, **options)
 
-        Args:
-            key: Name of the pool.
-            options: Options of the pool if it is new.
-            task: Pickled arguments and keywords; empty to load the function alone.
-            seconds: Time limit.
-            new: True for the first task of a lease.
-        """
-        if key not in self._pools:
-            function, memory, environment, path, variables = options
-            sys.path[:] = dict.fromkeys([*path, *sys.path])
-            os.environ.update({name: variables[name] for name in variables if name not in self._variables})
-            self._pools[key] = Pool(function, processes=1, memory=memory, environment=environment)
-        try:
-            if new:
-                self.release(keep=True)
-                self._held = [(self._pools[key], self._pools[key].lease())]
-            return self._held[0][1].exchange(task, seconds) if task else b""
-        except CallError as error:
-            return error.kind, error.message, error.log, error.error
-
-    def release(self, *, keep: bool) -> None:
-        """Return the process of the last lease to its pool, or end it."""
-        while self._held:
-            pool, process = self._held.pop()
-            pool.release(process, keep=keep and not process.killed)
-
-    def pids(self, key: int) -> list[int]:
-        return self._pools[key].pids()
-
-    def close(self, key: int) -> None:
-        self._pools[key].close()
+    return Actor
 
 
 class RayWorker(Worker):
@@ -103,24 +83,30 @@ class RayWorker(Worker):
     def __init__(self, fleet: "RayFleet") -> None:
         import ray
 
-        options = {"num_cpus": fleet.workers.cpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
-        actor: Any = ray.remote(concurrency_groups={"watch": 3}, **options)(RayHost)
+        options: dict[str, Any] = {"num_cpus": fleet.workers.cpus, "scheduling_strategy": "SPREAD"}
+        if fleet.refused:
+            options["label_selector"] = {"ray.io/node-id": f"!in({','.join(fleet.refused)})"}
+        actor: Any = ray.remote(concurrency_groups={"watch": 3}, max_restarts=0, **options)(actor_class())
         self.host = actor.remote()
         self.fleet, self.node, self.killed, self.new = fleet, "", False, True
         self.known = set[int]()
         self.key: int
         self.options: Any
-        self.host.node.remote().future().add_done_callback(self._arrive)
-        self.watch("live").future().add_done_callback(lambda ended: fleet.lose(self, ended.exception()))
+        self.host.load.remote().future().add_done_callback(self._arrive)
+        live = self.host.live.options(concurrency_group="watch").remote()
+        live.future().add_done_callback(lambda _: fleet.lose(self))
 
     def watch(self, method: str, *arguments: Any) -> Any:
         """Call a method beside the task in progress, and return its reference."""
-        return getattr(self.host, method).options(concurrency_group="watch").remote(*arguments)
+        return self.host.call.options(concurrency_group="watch").remote(method, *arguments)
 
-    def _arrive(self, node: Any) -> None:
-        if node.exception() is None:
-            self.node = node.result()
-            self.fleet.give(self)
+    def _arrive(self, loaded: Any) -> None:
+        if loaded.exception() is None:
+            self.node, address, version = loaded.result()
+            if version == __version__:
+                self.fleet.give(self)
+            else:
+                self.fleet.refuse(self, f"{version} at {address}")
 
     @override
     def ask(self, task: bytes, seconds: float) -> Any:
@@ -132,7 +118,7 @@ class RayWorker(Worker):
         from ray.exceptions import RayError, RayTaskError
 
         options = None if self.key in self.known else self.options
-        reply = self.host.ask.remote(self.key, options, task, seconds, new=self.new)
+        reply = self.host.call.remote("ask", self.key, options, task, seconds, new=self.new)
         self.known.add(self.key)
         self.new = False
         try:
@@ -142,8 +128,8 @@ class RayWorker(Worker):
             answer = ray.get(reply)
         except RayTaskError:
             raise
-        except RayError as error:
-            self.fleet.lose(self, error)
+        except RayError:
+            self.fleet.lose(self)
             raise CallError(DEATH, "was ended by SIGKILL") if self.killed else LostWorkerError from None
         if isinstance(answer, bytes):
             return answer
@@ -159,12 +145,18 @@ class RayWorker(Worker):
 
 
 class RayFleet:
-    """Workers of equal options, shared by the pools of this process; a task waits for any of them."""
+    """Workers of equal options, shared by the pools of this process; a task waits for any of them.
+
+    Attributes:
+        live: Workers that have started or are starting.
+        pools: Keys of the pools that use them.
+        refused: Versions of this package, by the ids of nodes that have another one or none.
+    """
 
     def __init__(self, workers: RayWorkers) -> None:
         self.workers, self.changed = workers, threading.Condition()
         self.live, self._idle, self.pools = set[RayWorker](), list[RayWorker](), set[int]()
-        self._waiting, self._failure = 0, ""
+        self.refused, self._waiting = dict[str, str](), 0
 
     def take(self, task: Any = None) -> RayWorker:
         """Return an idle worker; wait until there is one.
@@ -195,17 +187,21 @@ class RayFleet:
                 blocked(-waits)
 
     def _start(self, *, late: bool) -> None:
-        """Start as many workers as tasks wait for; raise CallError if it cannot or is too late."""
-        pending = sum(not worker.node for worker in self.live)
-        if late and pending == len(self.live):
+        """Start as many workers as tasks wait for; raise CallError if no node can run one, or it is too late."""
+        pending, cpus = sum(not worker.node for worker in self.live), self.workers.cpus
+        if pending == len(self.live) and (late or self.refused):
             import ray
 
-            nodes = ", ".join(f"{node['Resources'].get('CPU', 0):g}" for node in ray.nodes() if node["Alive"])
-            free = f"nodes of {nodes} CPUs, {ray.available_resources().get('CPU', 0):g} of them free"
-            wanted = f"a Ray cluster with {self.workers.cpus:g} free CPUs on a node within {STARTUP_SECONDS:g} s"
-            self._failure = f"expected {wanted}, got {free}: pass fewer cpus= to RayWorkers, or add nodes"
-        if self._failure:
-            raise CallError(LOADING, self._failure)
+            nodes = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]}
+            if late or not {node for node, has in nodes.items() if has >= cpus}.difference(self.refused):
+                sizes, free = ", ".join(f"{has:g}" for has in nodes.values()), ray.available_resources().get("CPU", 0)
+                wanted = f"a Ray cluster with {cpus:g} free CPUs on a node within {STARTUP_SECONDS:g} s"
+                got = f"nodes of {sizes} CPUs, {free:g} of them free"
+                cure = "pass fewer cpus= to RayWorkers, or add nodes"
+                if self.refused:
+                    got = f"{got}, and versions of lightning-rl: {', '.join(self.refused.values())}"
+                    cure = f"install {__version__} there, {cure}"
+                raise CallError(LOADING, f"expected {wanted}, got {got}: {cure}")
         for _ in range(min(self._waiting - pending, self.workers.number - len(self.live))):
             self.live.add(RayWorker(self))
 
@@ -216,16 +212,20 @@ class RayFleet:
                 self._idle.append(worker)
                 self.changed.notify()
 
-    def lose(self, worker: RayWorker, error: Any) -> None:
-        """Remove the workers of a node where one has ended, and report the number of tasks, if any, that start over."""
-        from ray.exceptions import RayActorError
+    def refuse(self, worker: RayWorker, found: str) -> None:
+        """End a worker with another version of this package, and start no more on its node."""
+        with self.changed:
+            if worker.node not in self.refused:
+                wanted = f"expected lightning-rl {__version__} on every node of the Ray cluster"
+                LOG.warning("%s, got %s: no worker runs there", wanted, found)
+            self.refused[worker.node] = found
+        threading.Thread(target=worker.kill).start()  # which would wait for the thread of ray that calls this
 
+    def lose(self, worker: RayWorker) -> None:
+        """Remove the workers of a node where one has ended, and report the number of tasks, if any, that start over."""
         with self.changed:
             if worker not in self.live:
                 return
-            if not isinstance(error, RayActorError) or error.actor_init_failed:
-                cause = str(error).strip().rpartition("\n")[2]
-                self._failure = f"expected lightning-rl on every node of the Ray cluster, got {cause}: install it there"
             lost = {worker, *(one for one in self.live if one.node == worker.node != "")}
             if worker.node and (tasks := len(lost.difference(self._idle))):
                 LOG.warning("lost workers on node %s of the Ray cluster: %d tasks start over", worker.node, tasks)
@@ -303,7 +303,7 @@ class RayPool(Pool):
             if task is not None:
                 task.worker = None
         if not (keep or worker.killed):
-            worker.host.release.remote(keep=False)
+            worker.host.call.remote("release", keep=False)
         worker.fleet.give(worker)
 
     def _fleet(self) -> RayFleet:

@@ -147,11 +147,6 @@ class Sandbox:
             known = error.kind == SandboxUnavailable.__name__
             raise SandboxUnavailable(error.message if known else str(error)) from error
 
-    def close(self) -> None:
-        """End the processes on workers; the next program starts new ones."""
-        if self.workers is not None:
-            _pool_of(self).close()
-
     def _bubblewrap(self, python: "Python", program: int, status: int) -> list[str]:
         """Return the command that isolates the command after it."""
         command = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--new-session", "--die-with-parent"]
@@ -317,10 +312,20 @@ def _environment(python: Python) -> dict[str, str]:
     }
 
 
-@cache
+POOLS: dict[Sandbox, Pool] = {}  # of sandboxes on workers
+
+
 def _pool_of(sandbox: Sandbox) -> Pool:
+    if sandbox in POOLS:
+        return POOLS[sandbox]
     local = replace(sandbox, workers=None)
-    return pool_of(cloudpickle.dumps(local.run), sandbox.workers or 1)
+    return POOLS.setdefault(sandbox, pool_of(cloudpickle.dumps(local.run), sandbox.workers or 1))
+
+
+def close_sandboxes() -> None:
+    """End the processes of all sandboxes on workers; the next program starts new ones."""
+    for pool in POOLS.values():
+        pool.close()
 
 
 @cache

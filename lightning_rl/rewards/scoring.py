@@ -21,9 +21,8 @@ from lightning_rl.distributed import RunEndError
 from lightning_rl.processes.errors import INTERRUPT, INVALID, TIMEOUT
 from lightning_rl.processes.ray_pool import RayWorkers, fleet_of
 from lightning_rl.processes.timeouts import CLOCK, LONGEST, RewardTimeoutError, remaining
-from lightning_rl.rewards.code import CodeTests
 from lightning_rl.rewards.reward_call import CallStyle, Reward, completion_form
-from lightning_rl.rewards.sandbox import Sandbox
+from lightning_rl.rewards.sandbox import close_sandboxes
 from lightning_rl.rewards.submitted import LOOP, Submitted
 from lightning_rl.rewards.subprocess_reward import SubprocessReward
 from lightning_rl.rewards.text import column_of
@@ -283,8 +282,7 @@ class Rewards:
         for function in self.by_name.values():
             if isinstance(function, SubprocessReward):
                 function.close()
-            if isinstance(function, CodeTests) and isinstance(function.sandbox, Sandbox):
-                function.sandbox.close()
+        close_sandboxes()
 
 
 def _exact(call: RewardCall) -> Float[Tensor, " B"]:

@@ -24,7 +24,7 @@ from lightning_rl import Conversations, RayWorkers, Rewards
 from lightning_rl.environments import EnvironmentReward, PolicyEndpoint, Program, TokenEnvironment, TokenStep, converse
 from lightning_rl.environments.workers import WorkerPool
 from lightning_rl.processes.errors import LOADING, CallError
-from lightning_rl.processes.ray_pool import pool_of
+from lightning_rl.processes.ray_pool import fleet_of, pool_of
 from lightning_rl.rewards import CodeTests, Sandbox, SubprocessReward
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import a test
@@ -157,6 +157,46 @@ def test_a_cluster_without_room_is_named(cluster: Any, monkeypatch: pytest.Monke
     pool.close()
 
 
+MIXED = """
+import time
+import cloudpickle
+from lightning_rl import RayWorkers
+from lightning_rl.processes.errors import CallError
+from lightning_rl.processes.ray_pool import fleet_of, pool_of
+
+def slowly(number):
+    time.sleep(0.5)
+    return abs(number)
+
+tasks = [cloudpickle.dumps(((-number,), {})) for number in range(8)]
+workers = RayWorkers(4, cpus=1.5)  # one on each node
+pool = pool_of(cloudpickle.dumps(slowly), workers)
+for refused in (False, True):
+    while bool(fleet_of(workers).refused) < refused:
+        assert [call.result() for call in [pool.submit(task, 60.0) for task in tasks]] == list(range(8))
+    assert [call.result() for call in [pool.submit(task, 60.0) for task in tasks]] == list(range(8))
+pool.close()
+try:
+    pool_of(cloudpickle.dumps(abs), RayWorkers(1, cpus=3)).submit(tasks[0], 1.0).result()
+except CallError as error:
+    print(error.kind, error)
+"""
+
+
+def test_a_node_without_the_package_runs_no_worker_and_is_named(cluster: Any, tmp_path: Path) -> None:
+    (tmp_path / "lightning_rl").mkdir()
+    (tmp_path / "lightning_rl" / "__init__.py").write_text("raise ImportError('broken')")
+    node = cluster.add_node(num_cpus=3, env_vars={"PYTHONPATH": str(tmp_path)})
+    (tmp_path / "elsewhere").mkdir()  # Ray adds the working directory of the trainer to the paths of workers
+    ran = subprocess.run(
+        [sys.executable, "-c", MIXED], cwd=tmp_path / "elsewhere", capture_output=True, text=True, check=True
+    )
+    cluster.remove_node(node)
+    assert ran.stderr.count("got none (broken) at ") == 2, "once for each kind of workers"
+    assert ran.stdout.startswith(LOADING)
+    assert "versions of lightning-rl: none (broken) at " in ran.stdout and " there, pass fewer cpus=" in ran.stdout
+
+
 SCRIPT = """
 import sys
 from lightning_rl import RayWorkers, Rewards
@@ -180,7 +220,7 @@ def test_no_cluster_at_the_address_is_an_error_before_the_run_which_else_imports
 EXIT = """
 import cloudpickle
 from lightning_rl import RayWorkers
-from lightning_rl.processes.ray_pool import pool_of
+from lightning_rl.processes.ray_pool import fleet_of, pool_of
 pool = pool_of(cloudpickle.dumps(abs), RayWorkers(1))
 assert pool.submit(cloudpickle.dumps(((-1,), {})), 60.0).result() == 1
 """
@@ -254,4 +294,6 @@ def test_programs_run_in_sandboxes_on_workers(cluster: Any) -> None:
     tests = [[{"input": "2", "output": "4"}, {"input": "3", "output": "6"}]] * 4
     here, there = [reward(["q"] * 4, texts, tests=tests) for reward in rewards]
     assert here == there == [1.0, 0.0, 0.0, 0.0]
-    Rewards(rewards[1]).close()
+    assert fleet_of(RayWorkers(2)).live
+    Rewards(parity).close()  # as those of a function that uses a sandbox
+    assert not fleet_of(RayWorkers(2)).live

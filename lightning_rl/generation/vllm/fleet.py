@@ -593,7 +593,8 @@ class Fleet:
 
     def remove(self, server: Server, why: Exception) -> None:
         """Take a server out until it answers again, with a delay that doubles with each loss."""
-        if server in self.servers and (server.ready or str(server.error) != str(why)):
+        unreachable = isinstance(why, Unanswered) and isinstance(server.error, Unanswered)
+        if server in self.servers and (server.ready or not (unreachable or str(server.error) == str(why))):
             message = "lost %s: %s; its requests go to other servers until it is back"
             LOG.warning(message, server.client.url, why)
         server.ready, server.error = False, why
