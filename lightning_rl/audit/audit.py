@@ -467,9 +467,8 @@ class _RunWatch:
             replays=self._replays.ask(live.environments, live.data, conversations, self._number),
         )
         self._own_figures = {}
-        self._conversation_figures = (
-            {} if live.algorithm.advantages.needs_greedy else conversation_figures(conversations, factories)
-        )
+        known = {} if live.algorithm.advantages.needs_greedy else factories
+        self._conversation_figures = conversation_figures(conversations, known, has_turns=all(self.batches))
         latest = earlier_of(self._number, self.batches, draws, self.evidence.sample_repeats, self.evidence.odds)
         self._earlier = [*self._earlier, latest][-KEPT_ROLLOUTS:]
         return self.evidence
