@@ -370,6 +370,8 @@ class Run:
             if changed:
                 same_number = all(path != "data.prompts_per_rollout" for path, _, _ in self.changes)
                 self.progress.discard_samples(changed, keep_prompts=same_number)
+            if self.progress.current is not None and self.models.processor is not None:
+                self.models.processor.check_rows(self.progress.current.rollout)
             self.ahead.load(self.progress.prefetched)
 
     def save(self, checkpoint: dict[str, Any]) -> None:

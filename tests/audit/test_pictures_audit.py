@@ -87,12 +87,6 @@ def rows_of_neighbors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collector, "lay_out", roll_items)
 
 
-def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows have no picture."""
-    lay_out = collector.lay_out
-    monkeypatch.setattr(collector, "lay_out", lambda *given, **named: lay_out(*given, **named).replace(prompt_items={}))
-
-
 def positions_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens of pictures are counted as those of text."""
     arguments = media.media_arguments
@@ -199,11 +193,8 @@ def test_samples_that_a_resumed_run_loads_with_the_pictures_of_neighbors_are_fou
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("fault", [rows_of_neighbors, without_pictures])
-def test_a_picture_of_another_row_or_none_is_found(
-    fault: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fault(monkeypatch)
+def test_a_picture_of_another_row_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows_of_neighbors(monkeypatch)
     assert "prompt_source" in {each["check"] for each in findings(tmp_path)}
 
 
