@@ -32,6 +32,7 @@ from lightning_rl.environments.messages import MessageEnvironment
 from lightning_rl.environments.run_environments import Environments
 from lightning_rl.evaluation.questions import Questions
 from lightning_rl.fields import Items, Ragged
+from lightning_rl.generation import transformers
 from lightning_rl.policy import Layout, Microbatch, media, model, packing
 from lightning_rl.policy.plan import Plan
 from lightning_rl.policy.processor import PictureProcessor, processor_of
@@ -195,7 +196,44 @@ def test_samples_that_a_resumed_run_loads_with_the_pictures_of_neighbors_are_fou
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_picture_of_another_row_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows_of_neighbors(monkeypatch)
-    assert "prompt_source" in {each["check"] for each in findings(tmp_path)}
+    found = findings(tmp_path)
+    assert {each["check"] for each in found} == {"prompt_source"}
+    assert all("pictures and token types of its requests" in each["cure"] for each in found)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_replies_with_the_pixels_of_others_are_not_the_engines_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lay_out = collector.lay_out
+
+    def reverse(*given: Any, **named: Any) -> Any:
+        rows = lay_out(*given, **named)
+        pixels = rows.response_items["pixel_values"]
+        pixels = Ragged(pixels.values.flip(0), pixels.counts, pixels.begins)
+        return rows.replace(response_items={**rows.response_items, "pixel_values": pixels})
+
+    monkeypatch.setattr(collector, "lay_out", reverse)
+    found = findings_of_turns(tmp_path, Shots)
+    assert {each["check"] for each in found} == {"prompt_source"}
+    assert all(each["cure"].startswith("lay out each row with the pictures") for each in found)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_engine_that_reads_pictures_in_another_order_is_told_of_order_and_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    media_of = transformers.media_of_prompts
+
+    def reverse(parts: Sequence[Any], *given: Any) -> Any:
+        def flip(each: Any) -> Any:
+            return each and replace(each, items={name: value.flip(0) for name, value in each.items.items()})
+
+        return media_of([*map(flip, parts)], *given)
+
+    monkeypatch.setattr(transformers, "media_of_prompts", reverse)
+    (found,) = [each for each in findings_of_turns(tmp_path, Shots) if each["check"] == "weight_sync"][:1]
+    assert found["culprit"] == "engine TransformersEngine" and "number and order of pictures" in found["cure"]
 
 
 @pytest.mark.parametrize("fault", [positions_of_text, another_order])
@@ -432,6 +470,19 @@ def test_pictures_that_the_processor_does_not_get_as_they_are_are_found(
     monkeypatch.setattr(PictureProcessor, "_call", halve)
     (found,) = findings(tmp_path)
     assert found["check"] == "picture_source" and "the processor of pictures" in found["culprit"]
+    assert found["observed"] == "other input_ids in prompt 0 of the training data"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_output_of_the_processor_that_is_changed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = PictureProcessor._call  # noqa: SLF001
+
+    def negate(self: Any, *given: Any) -> Any:
+        return {name: value.neg() if value.is_floating_point() else value for name, value in call(self, *given).items()}
+
+    monkeypatch.setattr(PictureProcessor, "_call", negate)
+    (found,) = findings(tmp_path)
+    assert found["observed"] == "other pixel_values in prompt 0 of the training data"
 
 
 def rescale_pictures_of_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
