@@ -49,8 +49,10 @@ def logprob_alignment(evidence: Evidence) -> Iterator[Finding | Skip]:
     yield from findings
 
 
-def _misalignments(evidence: Evidence, name: str, field: Tensor | None, model: str, culprit: str) -> Iterator[Finding]:
-    """Yield a finding for the first row that differs from the plain forward."""
+def _misalignments(
+    evidence: Evidence, name: str, field: Tensor | None, model: str, culprit: str, tolerance: float | None = None
+) -> Iterator[Finding]:
+    """Yield a finding for the first row that differs from the plain forward, by default by the run's tolerance."""
     for plain in evidence.plain:
         if field is None or plain.of != model:
             continue
@@ -60,7 +62,7 @@ def _misalignments(evidence: Evidence, name: str, field: Tensor | None, model: s
         valid = evidence.rows.valid_tokens[plain.row, plain.columns]
         gaps = torch.where(valid, (field[plain.row, plain.columns].double() - truth).abs(), 0.0)
         error = float(gaps.sum() / valid.sum().clamp(min=1))
-        if error > evidence.facts.tolerance:
+        if error > (tolerance or evidence.facts.tolerance):
             yield Finding(
                 culprit=culprit,
                 expected=f"{name} [t] = {what}, temperature {evidence.facts.temperature}",
@@ -98,7 +100,7 @@ def token_gradients(evidence: Evidence) -> Iterator[Finding | Skip]:
 @check(culprit="engine {engine}", cure=ENGINE)
 def weight_sync(evidence: Evidence) -> Iterator[Finding | Skip]:
     """The engine's log-probabilities are those of the policy's weights at the draw and at the same temperature."""
-    rows, tolerance = evidence.rows, evidence.facts.tolerance
+    rows, tolerance = evidence.rows, evidence.facts.engine_tolerance
     if evidence.swapped_samples:
         yield Skip(MIXED_UP)
         return
@@ -119,7 +121,7 @@ def weight_sync(evidence: Evidence) -> Iterator[Finding | Skip]:
         worst, read = int(per_row.argmax()), "pictures that it reads otherwise, " * pictures
         why = f": other weights, a stale cache, {read}or another temperature"
         pairs = ("logprobs", evidence.outputs.logprobs), ("rollout_logprobs", rows.rollout_logprobs)
-        ours, theirs = (any(_misalignments(evidence, *pair, "policy", TRAINER)) for pair in pairs)
+        ours, theirs = (any(_misalignments(evidence, *pair, "policy", TRAINER, tolerance)) for pair in pairs)
         of_trainer = ours and not theirs
         yield Finding(
             culprit=TRAINER if of_trainer else "",
