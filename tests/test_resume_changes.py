@@ -15,6 +15,7 @@ import torch
 from kit.conversations import Echo, Rewriting
 from kit.first_step import FirstStep, SavesAt
 from kit.support import a_trainer, differing, fit, parity_reward, tiny_module, tiny_policy, tiny_prompts
+from kit.vision import PROCESSORS, picture, vision_model
 from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
@@ -689,6 +690,19 @@ def test_rollouts_ahead_are_generated_again_with_the_new_options(row: str, tmp_p
     assert {request.rollout for request in first.requests} == {2}
     assert rollout.rewards.unique().tolist() == ([8.0, 9.0] if row == "data" else [4.0, 5.0])
     assert {request.sampling.temperature for request in first.requests} == {1.0 if row == "data" else 0.5}
+
+
+def test_rollouts_ahead_of_rows_with_other_pictures_are_generated_again(tmp_path: Path) -> None:
+    def shown(color: str) -> PromptDataModule:
+        row = {"prompt": [{"role": "user", "content": "red"}], "images": [picture(color)]}
+        return PromptDataModule([row] * 16, 4, shuffle=False)
+
+    policy: Options = {"policy": partial(vision_model, "qwen2_5_vl"), "tokenizer": PROCESSORS["qwen2_5_vl"]()}
+    options: Options = {**policy, "max_staleness": 1}
+    start(tmp_path / "a.ckpt", end=4, data=shown("red"), **options)
+    first = resume(tmp_path / "a.ckpt", data=shown("blue"), **options, allow_config_changes=["data"])
+    pixels = {int(request.media.pictures[0][0, 0, 2]) for request in first.requests if request.media is not None}
+    assert {request.rollout for request in first.requests} == {2} and pixels == {255}
 
 
 def test_rollouts_ahead_of_another_number_of_prompts_are_left_out(tmp_path: Path) -> None:

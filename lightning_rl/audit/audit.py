@@ -66,6 +66,7 @@ from lightning_rl.generation import Completion, Request
 from lightning_rl.rewards import RewardCall
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.step_metrics import StepMetrics
+from lightning_rl.signal.masked import row_mean
 from lightning_rl.testing.properties.check import Check, judge
 from lightning_rl.testing.properties.copies import CopyError, numbers_of, repeatable
 from lightning_rl.testing.properties.subsample import some_groups, some_rows
@@ -421,8 +422,8 @@ class _RunWatch:
         )
         outputs, engine, apart = policy_outputs(live, rows), rows.rollout_logprobs, list[int]()
         if outputs is not None and engine is not None:
-            gaps = torch.where(rows.valid_tokens, (engine - outputs.logprobs).abs(), 0.0).sum(-1)
-            apart = [int(gaps.argmax())] if bool((gaps > facts.tolerance).any()) else []
+            gaps = row_mean((engine - outputs.logprobs).abs(), rows.valid_tokens)
+            apart = [int(gaps.argmax())] if bool((gaps > facts.engine_tolerance).any()) else []
         weights, reference_scores = self._look_at_reference() if self._looks_at("reference_stays") else ((), ())
         self.evidence = Evidence(
             algorithm=repeatable(live.algorithm, self._corrections),
@@ -467,9 +468,8 @@ class _RunWatch:
             replays=self._replays.ask(live.environments, live.data, conversations, self._number),
         )
         self._own_figures = {}
-        self._conversation_figures = (
-            {} if live.algorithm.advantages.needs_greedy else conversation_figures(conversations, factories)
-        )
+        known = {} if live.algorithm.advantages.needs_greedy else factories
+        self._conversation_figures = conversation_figures(conversations, known, has_turns=all(self.batches))
         latest = earlier_of(self._number, self.batches, draws, self.evidence.sample_repeats, self.evidence.odds)
         self._earlier = [*self._earlier, latest][-KEPT_ROLLOUTS:]
         return self.evidence

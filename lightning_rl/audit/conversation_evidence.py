@@ -132,9 +132,9 @@ def judged_otherwise(conversations: Sequence[AuditedConversation]) -> list[int]:
 
 
 def conversation_figures(
-    conversations: Sequence[AuditedConversation], factories: Mapping[str, Factory]
+    conversations: Sequence[AuditedConversation], factories: Mapping[str, Factory], *, has_turns: bool = True
 ) -> dict[str, Stat]:
-    """Return the statistics of a rollout's conversations by metric."""
+    """Return the statistics of a rollout's conversations by metric; those of turns if they are known."""
     names, figures = {conversation.environment for conversation in conversations}, dict[str, Stat]()
     for name in names & factories.keys():
         mine, head = (
@@ -144,6 +144,7 @@ def conversation_figures(
         values = {
             f"{head}/{figure}": [float(count(conversation)) for conversation in mine]
             for figure, count in COUNTS.items()
+            if has_turns or figure not in OF_TURNS
         }
         if _has_tools_alone(factories[name]) and all(conversation.is_over for conversation in mine):
             values[f"{head}/tool_calls"] = [float(_calls(conversation)) for conversation in mine]
@@ -185,6 +186,7 @@ COUNTS: Mapping[str, Callable[[AuditedConversation], int]] = {
     "cut_by_tokens": lambda conversation: conversation.finish is FinishReason.LENGTH,
 }
 """Metrics of every conversation."""
+OF_TURNS = ("turns", "tokens")  # unknown of conversations from before a resume
 
 
 def _has_tools_alone(factory: Factory) -> bool:

@@ -49,8 +49,8 @@ class Evidence(AlgorithmCase):
         draws: A few sampled completions, scored by the policy.
         earlier: Summaries of earlier audited rollouts.
         stream_prompts: Prompts of the training data at the places of a few samples, by sample id.
-        strange_pictures: Places of prompts with other pictures than their rows, and of those with other arguments than
-            the processor makes, by data set with pictures.
+        strange_pictures: Places of prompts with other pictures than their rows, and of those with another output than
+            the processor makes, with its name, by data set with pictures.
         strange_columns: Names of reward functions that got columns of another row, with the samples.
         reward_prompts: Token ids of prompts that the rewards got, by sample id.
         repeats: Counts of repeated rows of the training data; None if repeats are intended.
@@ -83,7 +83,7 @@ class Evidence(AlgorithmCase):
     draws: Sequence[Draw] = ()
     earlier: Sequence[Earlier] = ()
     stream_prompts: Mapping[int, Prompt] = field(default_factory=dict)
-    strange_pictures: Mapping[str, tuple[Sequence[int], Sequence[int]]] = field(default_factory=dict)
+    strange_pictures: Mapping[str, tuple[Sequence[int], Mapping[int, str]]] = field(default_factory=dict)
     strange_columns: Mapping[str, Sequence[int]] = field(default_factory=dict)
     reward_prompts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     repeats: Repeats | None = None

@@ -10,9 +10,7 @@ from lightning_rl.audit.forwards import forwards_plainly
 from lightning_rl.audit.live import LiveRun, overrides
 from lightning_rl.data import PromptDataModule
 from lightning_rl.environments import ConversationLimits
-
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}  # nats, mean over tokens
-COARSE = 0.1
+from lightning_rl.policy.logprobs import logprob_tolerance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +20,7 @@ class RunFacts:
     Attributes:
         temperature: Temperature of sampling and of all log-probabilities.
         tolerance: Mean difference in nats allowed between two computations of a log-probability.
+        engine_tolerance: The same between engine and policy, which is smaller if both run one model.
         group_size: Number of samples per prompt.
         groups: Number of groups of a rollout on this rank; 0 if unknown.
         minibatches: Optimizer steps per pass over a rollout.
@@ -39,7 +38,8 @@ class RunFacts:
     """
 
     temperature: float = 1.0
-    tolerance: float = TOLERANCE[torch.float32]
+    tolerance: float = logprob_tolerance(torch.float32)
+    engine_tolerance: float = logprob_tolerance(torch.float32)
     group_size: int = 0
     groups: int = 0
     minibatches: int = 1
@@ -61,10 +61,12 @@ class RunFacts:
         data = live.data
         changed = any(overrides(data, name, PromptDataModule) for name in ("take", "at", "load_state_dict"))
         sampling, limit = live.sampling, live.options.max_grad_norm
-        mixed = str(live.trainer.precision) not in ("32-true", "64-true")
+        model, exact = live.policy.model, str(live.trainer.precision) in ("32-true", "64-true")
+        shared = model if live.engine.capabilities.shares_policy else None
         return RunFacts(
             temperature=sampling.temperature,
-            tolerance=COARSE if mixed else TOLERANCE.get(live.policy.model.dtype, COARSE),
+            tolerance=logprob_tolerance(model.dtype, exact=exact),
+            engine_tolerance=logprob_tolerance(model.dtype, exact=exact, model=shared),
             group_size=live.options.group_size,
             groups=data.prompts_per_rollout // live.parallel.ranks,
             minibatches=live.options.minibatches_per_rollout,

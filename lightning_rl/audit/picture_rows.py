@@ -27,16 +27,16 @@ def strange_pictures(prompts: Sequence[Prompt]) -> list[int]:
     return [each.index for each in some if not _has_own_pictures(each)]
 
 
-def strange_outputs(prompts: Sequence[Prompt], processor: Any, text_of: Callable[[Prompt], str]) -> list[int]:
-    """Return the indices of a few prompts with other token ids or arguments than the processor makes of them alone."""
+def strange_outputs(prompts: Sequence[Prompt], processor: Any, text_of: Callable[[Prompt], str]) -> dict[int, str]:
+    """Return the indices of a few prompts with another output than the processor makes of them alone, with its name."""
     some = islice((each for each in prompts if each.media is not None), FEW)
-    return [each.index for each in some if not _has_own_outputs(each, processor, text_of(each))]
+    return {each.index: name for each in some if (name := _other_output(each, processor, text_of(each)))}
 
 
-def strange_requests(requests: Iterable[Request], processor: Any) -> list[int]:
-    """Return the samples of a few requests with other arguments than the processor makes of each picture alone."""
+def strange_requests(requests: Iterable[Request], processor: Any) -> dict[int, str]:
+    """Return the samples of a few requests with another output than the processor makes of each picture alone."""
     some = islice((each for each in requests if each.media is not None and each.media.pictures), FEW)
-    return [each.sample_id for each in some if not _has_outputs_of_each(cast(Media, each.media), processor)]
+    return {each.sample_id: name for each in some if (name := _strange_output(cast(Media, each.media), processor))}
 
 
 def _outputs_of(processor: Any, text: str, pictures: Sequence[Pixels]) -> Mapping[str, Any]:
@@ -44,7 +44,7 @@ def _outputs_of(processor: Any, text: str, pictures: Sequence[Pixels]) -> Mappin
     return processor(text=[text], images=images, add_special_tokens=False, return_tensors="pt")
 
 
-def _has_outputs_of_each(media: Media, processor: Any) -> bool:
+def _strange_output(media: Media, processor: Any) -> str:
     outputs = [_outputs_of(processor, processor.image_token, [picture]) for picture in media.pictures]
 
     def alone(name: str) -> Tensor:
@@ -52,18 +52,18 @@ def _has_outputs_of_each(media: Media, processor: Any) -> bool:
         return concatenate_items([part[0] for part in parts] if name.endswith(NEW_AXIS) else parts)
 
     marks = {name: torch.cat([output[name][0] for output in outputs]) for name in media.types}
-    return all(torch.equal(value, alone(name)) for name, value in media.items.items()) and all(
-        torch.equal(value[value != 0], marks[name][marks[name] != 0]) for name, value in media.types.items()
-    )
+    others = [name for name, value in media.items.items() if not torch.equal(value, alone(name))]
+    others += [
+        name for name, value in media.types.items() if not torch.equal(value[value != 0], marks[name][marks[name] != 0])
+    ]
+    return others[0].removesuffix(NEW_AXIS) if others else ""
 
 
-def _has_own_outputs(prompt: Prompt, processor: Any, text: str) -> bool:
+def _other_output(prompt: Prompt, processor: Any, text: str) -> str:
     media = cast(Media, prompt.media)
     output = _outputs_of(processor, text, media.pictures)
-    ours = {**items_by_name(media.items), **media.types}
-    return output["input_ids"][0].tolist() == list(prompt.token_ids) and all(
-        torch.equal(value.flatten(), output[name].flatten()) for name, value in ours.items()
-    )
+    ours = {"input_ids": torch.tensor(prompt.token_ids), **items_by_name(media.items), **media.types}
+    return next((name for name, value in ours.items() if not torch.equal(value.flatten(), output[name].flatten())), "")
 
 
 def is_same(ours: Media | None, theirs: Media | None) -> bool:

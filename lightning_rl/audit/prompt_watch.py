@@ -96,11 +96,11 @@ class PromptWatch:
 
     def strange_pictures(
         self, rollout: Rollout, requests: Iterable[Request] = (), number: int = 0
-    ) -> dict[str, tuple[list[int], list[int]]]:
+    ) -> dict[str, tuple[list[int], dict[int, str]]]:
         """Return places of a few prompts by data set, if any has pictures, and samples of a few requests.
 
-        First those with other pictures than their rows, then those with other arguments of the model than the processor
-        makes of their pictures, with its options at the start of the fit.
+        First those with other pictures than their rows, then those with another output than the processor makes of
+        their pictures, with its options at the start of the fit, by name.
         """
         processor = self._processor
         if processor is None:

@@ -12,9 +12,11 @@ from jaxtyping import Float, Int, UInt8
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
 from typing_extensions import override
 
 from lightning_rl.policy.sampling_mask import from_bits
+from lightning_rl.policy.text_model import modules_behind
 
 CPU_CHUNK = 2**25  # logits of a chunk: 128 MiB in float32
 DEVICE_SHARE = 64  # divisor of an accelerator's memory for the logits of a chunk
@@ -178,14 +180,19 @@ def exact_logits(head: nn.Module | None) -> Iterator[None]:
             layer.forward = before
 
 
-def logprob_tolerance(dtype: torch.dtype, *, exact: bool = True) -> float:
+def logprob_tolerance(dtype: torch.dtype, *, exact: bool = True, model: PreTrainedModel | None = None) -> float:
     """Return the mean difference in nats that two computations of log-probabilities may have.
 
     Args:
         dtype: Dtype of the weights.
         exact: False under autocast.
+        model: Model that runs in both; None if two programs compute. On a CPU a dense one sums float32 in another order
+            alone, which gave 3e-6 in the families of the tests and 6e-6 in a pretrained model of 135M parameters.
     """
-    return {torch.float64: 1e-6, torch.float32: 2e-3}.get(dtype, 0.1) if exact else 0.1
+    known = {torch.float64: 1e-6, torch.float32: 2e-3}
+    if model is not None and model.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest":
+        known[torch.float32] = 2e-3 if modules_behind(model, "router_logits") else 1e-4  # a tie may have other experts
+    return known.get(dtype, 0.1) if exact else 0.1
 
 
 def chunk_elements(device: torch.device) -> int:

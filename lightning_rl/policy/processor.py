@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.policy.media import NEW_AXIS
+from lightning_rl.rollout import Rollout
 from lightning_rl.samples import Media, Prompt
 from lightning_rl.samples.media import join_media, pillow_images
 
@@ -150,13 +151,34 @@ class PictureProcessor:
         Raises:
             ValueError: If they have; names the row.
         """
-        mark = getattr(self.processor, "image_token", None)
-        place: Any = None if mark is None else self.tokenizer.convert_tokens_to_ids(mark)
-        if place in token_ids:
+        if self._placeholder in token_ids:
+            mark = self.processor.image_token
             raise ValueError(
                 f"expected a prompt without {mark}, which stands for a picture, got one in {name}, which has none: "
                 "take it out, or give the row its pictures"
             )
+
+    def check_rows(self, rows: Rollout) -> None:
+        """Check that rows with a placeholder among the tokens that the policy did not sample have pictures.
+
+        Raises:
+            ValueError: If one has none; names its sample.
+        """
+        prompts, replies = (ids == self._placeholder for ids in (rows.prompt_ids, rows.response_ids))
+        for places, items in ((prompts, rows.prompt_items), (replies & ~rows.action_mask, rows.response_items)):
+            counts = sum((part.counts for part in items.values()), torch.zeros(len(rows)))
+            if (blind := places.any(-1).cpu() & (counts == 0)).any():
+                raise ValueError(
+                    f"expected pictures in rows with {self.processor.image_token}, which stands for one, got none in "
+                    f"{int(blind.sum())} rows (sample {int(rows.sample_ids[blind.nonzero()[0, 0]])}): keep "
+                    "prompt_items and response_items with their rows"
+                )
+
+    @property
+    def _placeholder(self) -> Any:
+        """Token id that stands for a picture; -1 without."""
+        mark = getattr(self.processor, "image_token", None)
+        return -1 if mark is None else self.tokenizer.convert_tokens_to_ids(mark)
 
     @cached_property
     def _axes(self) -> dict[str, int | None]:

@@ -23,6 +23,7 @@ from lightning_rl.environments.outcome import metrics_of, reward_columns
 from lightning_rl.environments.run_environments import Environments
 from lightning_rl.generation import Completion, Engine, EngineError, Request, SamplingParams
 from lightning_rl.generation.validate_completions import Answers
+from lightning_rl.policy.processor import processor_of
 from lightning_rl.policy.sampling_mask import holds
 from lightning_rl.rewards import RewardCall, Rewards
 from lightning_rl.rewards.constant_calls import describe_constant_calls
@@ -285,8 +286,14 @@ class Collector:
             opened: Trajectories without segments.
             logprobs: True to ask the engine for log-probabilities.
             starts_rewards: True to start rewards that run in subprocesses.
+
+        Raises:
+            ValueError: If a prompt has a placeholder of a picture, but no picture.
         """
-        tokenizer = self.tokenizer
+        tokenizer, processor = self.tokenizer, processor_of(self.tokenizer)
+        if processor is not None:
+            for request in (each.request for each in opened if each.request.media is None):
+                processor.check_ids(request.prefix_ids, f"the request of sample {request.sample_id}")
         text = None if tokenizer is None else lambda token_ids: str(tokenizer.decode(list(token_ids)))
         answers = Answers(self.engine, logprobs=logprobs, vocabulary=self.vocabulary, text=text)
         with Span("sample"), self.forward_context():  # also without samples, because ranks may share an engine

@@ -362,11 +362,16 @@ class Run:
         )
         self.progress.data, self.fault_tolerance.progress = data, self.progress
         if loaded is not None:
+            changed, ahead = self.changed_names - OF_UPDATES, loaded["prefetched"]
+            if changed:  # the rows of the samples may be gone
+                ahead = [{**each, "samples": None} for each in ahead]
             self.metrics.load(loaded["metrics"])
-            self.progress.load(loaded, device)
-            if changed := self.changed_names - OF_UPDATES:
+            self.progress.load({**loaded, "prefetched": ahead}, device)
+            if changed:
                 same_number = all(path != "data.prompts_per_rollout" for path, _, _ in self.changes)
                 self.progress.discard_samples(changed, keep_prompts=same_number)
+            if self.progress.current is not None and self.models.processor is not None:
+                self.models.processor.check_rows(self.progress.current.rollout)
             self.ahead.load(self.progress.prefetched)
 
     def save(self, checkpoint: dict[str, Any]) -> None:

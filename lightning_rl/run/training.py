@@ -50,6 +50,8 @@ def show_sample(run: Run, samples: Sequence[Trajectory], number: int) -> None:
 def finish_rollout(run: Run, rollout: Rollout, number: int) -> tuple[CurrentRollout, dict[str, Stat]]:
     """Add plan, log-probabilities and advantages, and pass the rollout to observers; return it and its metrics."""
     policy, corrections, needs, packed = run.policy, run.corrections, run.needs, run.models.options.packing
+    if run.models.processor is not None:
+        run.models.processor.check_rows(rollout)
     with run.log.times.phase("score"), run.parallel.strategy.precision_plugin.forward_context():
         rollout, stats = exclude_rows(rollout, corrections)
         plan_of = partial(

@@ -19,9 +19,6 @@ from lightning_rl.samples.trajectory import Segment, Trajectory
 PLACE = "__tensor__"
 """Key of the entry that stands for the next values of a flat tensor, with their number."""
 
-OF_PROMPT = "prompt"
-"""Media of a request that are those of its row, which is read again."""
-
 
 def state_of_trajectories(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """Return tensors by name and a JSON text; prompts by their index, messages without a JSON form as strings."""
@@ -39,7 +36,11 @@ def state_of_trajectories(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
 
 
 def trajectories_of_state(state: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[Trajectory]:
-    """Restore the trajectories of ``prompts`` from :func:`state_of_trajectories`."""
+    """Restore the trajectories of ``prompts`` from :func:`state_of_trajectories`.
+
+    Raises:
+        ValueError: If the samples began with other pictures than those of their row.
+    """
     ends, by_index = Counter[str](), {prompt.index: prompt for prompt in prompts}
 
     def restore_tensor(value: dict[str, Any]) -> Any:
@@ -81,19 +82,30 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _media_of(trajectory: Trajectory) -> dict[str, Any] | str | None:
-    """Return plain values and tensors of the pictures of the first prefix, unless they are those of the row."""
+def _media_of(trajectory: Trajectory) -> dict[str, Any] | int | None:
+    """Return plain values and tensors of the pictures of the first prefix; for those of the row, their key."""
     media = trajectory.request.media
-    if media is None or media is trajectory.prompt.media:
-        return None if media is None else OF_PROMPT
-    return media.state()
+    of_row = media is trajectory.prompt.media
+    return None if media is None else media.key if of_row else media.state()
+
+
+def _restore_media(state: dict[str, Any] | int | None, prompt: Prompt) -> Media | None:
+    """Invert :func:`_media_of`; raise ValueError if the row has other pictures."""
+    if not isinstance(state, int):
+        return None if state is None else Media.of_state(state)
+    if prompt.media is None or prompt.media.key != state:
+        raise ValueError(
+            f"expected the pictures of the checkpoint's samples in prompt {prompt.index}, got "
+            f"{'none' if prompt.media is None else 'others'}: resume with the rows of the run"
+        )
+    return prompt.media
 
 
 def _trajectory(record: dict[str, Any], prompt: Prompt) -> Trajectory:
     """Invert :func:`_record`."""
     known: dict[str, Any] = record["request"]
     known |= {"prefix_ids": tuple(known["prefix_ids"].tolist()), "sampling": SamplingParams(**known["sampling"])}
-    known["media"] = prompt.media if (media := known.get("media")) == OF_PROMPT else media and Media.of_state(media)
+    known["media"] = _restore_media(known.get("media"), prompt)
     failure: Any = record["failure"]
     restored: dict[str, Any] = {
         "prompt": prompt,

@@ -63,6 +63,12 @@ def test_what_is_logged_of_conversations() -> None:
     }
 
 
+def test_figures_of_turns_are_left_out_where_some_turns_are_unknown() -> None:
+    known, unknown = conversation((3, 2), (9, 2)), conversation(reward=1.0)
+    figures = conversation_figures([known, unknown], {"environment": Partner}, has_turns=False)
+    assert list(figures) == ["env/failed", "env/cut_by_turns", "env/cut_by_tokens", "env/reward"]
+
+
 def test_a_rewritten_context_counts_whole_even_where_it_goes_on_as_before() -> None:
     rewritten = conversation((3, 2), (9, 2), (4, 1), (6, 1))._replace(
         rewrites=frozenset({2, 3})

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from kit.chats import CHAT, chat_prompts
 from kit.evidence import evidence_of
+from kit.support import callback_of, fit, tiny_module
 
 from lightning_rl import FinishReason, SamplingParams
-from lightning_rl.audit import CHECKS
+from lightning_rl.audit import CHECKS, SignalAudit
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.generation import Completion, Request, request_seed, turn_seed
 from lightning_rl.rollout import TURN_REWARDS, segments_of
@@ -62,3 +64,10 @@ def test_statistics_that_count_the_rows_of_a_sample_are_found() -> None:
     rows = evidence.rollout.replace(sample_ids=torch.tensor([0, 0, 2, 3, 4, 5, 6, 7, 8]))
     (found,) = CHECKS["sample_weights"](replace(evidence, rollout=rows, groups=rows, rows=rows))
     assert found.observed == "others with one row per sample" and found.culprit == "estimator GRPO"
+
+
+def test_rewards_of_turns_in_excluded_rows_give_no_finding() -> None:
+    audit = SignalAudit(1, "raise", checks=["turn_rewards"])
+    long = callback_of("long", exclude=lambda rollout: rollout.response_lengths > 12)
+    trainer = fit(tiny_module(**CHAT), callbacks=[long, audit], data=chat_prompts(), max_steps=2)
+    assert trainer.callback_metrics["long/excluded"] > 0

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from kit.chats import CHAT, chat_prompts
 from kit.support import a_trainer, tiny_module, tiny_policy
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
@@ -17,7 +19,7 @@ from typing_extensions import override
 from lightning_rl import PromptDataModule, RLLightningModule
 from lightning_rl.audit import SignalAudit
 from lightning_rl.audit.resumed import of_checkpoint
-from lightning_rl.callbacks import AdaptiveKL, EntropyBonus, TruncatedIS
+from lightning_rl.callbacks import AdaptiveKL, DynamicSampling, EntropyBonus, TruncatedIS
 
 ROWS = [[2 + row // 6, 8 + row % 6] for row in range(32)]
 PLAIN: dict[str, Any] = {
@@ -68,6 +70,20 @@ def resume(
 )
 def test_a_resumed_run_is_silent(tmp_path: Path, callbacks: Any, steps: int, options: Any) -> None:
     assert resume(tmp_path, callbacks, callbacks, steps=steps, **options) == []
+
+
+@pytest.mark.parametrize("groups", [4, 2], ids=["one round", "filtered"])
+def test_conversations_of_before_a_resume_give_no_finding(tmp_path: Path, groups: int) -> None:
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    chats, audit = {**CHAT, "max_staleness": 1}, SignalAudit(1, "raise")
+    corrections: list[Callback] = [TruncatedIS(), *([] if groups == 4 else [DynamicSampling(max_rounds=2)])]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for callbacks, steps, path in (([saves], 2, None), ([audit], 4, tmp_path / "step=1.ckpt")):
+            known: dict[str, Any] = {"max_steps": steps, "enable_checkpointing": path is None}
+            trainer = a_trainer([*corrections, *callbacks], **known)
+            trainer.fit(tiny_module(**chats), chat_prompts(32), ckpt_path=path)
+    assert audit.findings == []
 
 
 class NoMoments(Callback):

@@ -133,12 +133,14 @@ def hanging(prompts: Sequence[Any], completions: Sequence[str], **_: Any) -> lis
 class Elsewhere(TransformersEngine):
     """Samples from another distribution than it reports on."""
 
+    off, rows = 1.0, 1  # nats, in each row whose number this divides
+
     @override
     def generate_batch(self, requests: Sequence[Request], *, logprobs: bool) -> Any:
         return [
-            type(one)(token_ids=one.token_ids, logprobs=None if one.logprobs is None else one.logprobs - 1.0,
-                      finish=one.finish, version=one.version)
-            for one in super().generate_batch(requests, logprobs=logprobs)
+            type(one)(token_ids=one.token_ids, logprobs=None if one.logprobs is None
+                      else one.logprobs - self.off * (row % self.rows == 0), finish=one.finish, version=one.version)
+            for row, one in enumerate(super().generate_batch(requests, logprobs=logprobs))
         ]  # fmt: skip
 
 
@@ -237,6 +239,20 @@ def test_each_problem_is_found_with_its_fix(case: str) -> None:
     assert [one.severity for one in named] == [severity], named
     assert what in named[0].observed
     assert fix in named[0].cure
+
+
+@pytest.mark.parametrize(
+    ("off", "rows", "says"),
+    [(0.0, 1, ""), (2e-4, 1, "0.0002 nats per token"), (1e-3, 32, "0.001 in one row"), (1e-4, 32, "")],
+)
+def test_an_engine_that_runs_the_policy_itself_differs_by_rounding_alone(off: float, rows: int, says: str) -> None:
+    engine = Elsewhere()
+    engine.off, engine.rows = off, rows
+    findings = problems(found(module_of(policy=partial(tiny_model, "qwen2", dtype=torch.float32), engine=engine)))
+    assert [(one.check, one.severity) for one in findings] == [("engine", "warning")] * bool(says)
+    assert all(
+        says in one.observed and "beyond rounding (0.0001, in one row 0.0005)" in one.observed for one in findings
+    )
 
 
 def test_a_wrong_eos_of_which_the_fit_warns_is_one_finding() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kit.other_device import OTHER, other_device
+from kit.support import tiny_model
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -610,3 +611,12 @@ def test_the_kl_of_impossible_and_unlikely_tokens_is_finite_unless_it_is_infinit
     assert_close(kl[1], expected[1])
     turned = kl_of(torch.tensor([[-200.0, 0.0]]), torch.tensor([[0, 1]]), torch.tensor([[0.0, -100.0]]))
     assert_close(turned, torch.tensor([200.0]))
+
+
+def test_one_dense_model_on_a_cpu_differs_from_itself_by_float32_sums_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, mixture = (tiny_model(family, dtype=torch.float32) for family in ("qwen3", "qwen3_moe"))
+    assert [head.logprob_tolerance(torch.float32, model=each) for each in (dense, mixture, None)] == [1e-4, 2e-3, 2e-3]
+    assert [head.logprob_tolerance(kind, model=dense) for kind in (torch.float64, torch.bfloat16)] == [1e-6, 0.1]
+    assert head.logprob_tolerance(torch.float32, exact=False, model=dense) == 0.1
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+    assert head.logprob_tolerance(torch.float32, model=dense) == 2e-3

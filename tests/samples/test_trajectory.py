@@ -12,7 +12,7 @@ from kit.collate import ConversationRow, Turn, lay_out
 from lightning_rl import FinishReason, Rollout, SamplingParams
 from lightning_rl.generation import Completion, Request
 from lightning_rl.rollout import ROUTES, SAMPLING_MASK
-from lightning_rl.samples import PROMPT, Failure, Prompt, Segment, Trajectory
+from lightning_rl.samples import PROMPT, Failure, Media, Prompt, Segment, Trajectory
 from lightning_rl.samples.trajectory_state import state_of_trajectories, trajectories_of_state
 
 Written = tuple[Sequence[int], Sequence[int], bool, float | None]
@@ -190,3 +190,19 @@ def test_trajectories_are_restored_from_flat_tensors_and_one_text() -> None:
     assert list(map(repr, found)) == list(map(repr, made))
     options: Any = {"recorded": {ROUTES, SAMPLING_MASK}, "turns": True}
     assert bits_of(Rollout.of(found, **options)) == bits_of(Rollout.of(made, **options))
+
+
+def test_pictures_of_a_row_are_read_again_and_others_are_stored() -> None:
+    color = torch.full((2, 3, 3), 9, dtype=torch.uint8)
+    red, blue = (Media((2, 3), (each,), {}, {}, torch.zeros(2, dtype=torch.bool)) for each in (color, color + 1))
+    row = Prompt(7, (2, 3), "", {}, media=red)
+    made = [
+        Trajectory(prompt=row, request=replace(request_of((2, 3), place, 0), media=media))
+        for place, media in enumerate((red, blue, None))
+    ]
+    state = state_of_trajectories(made)
+    own, opening, none = (each.request.media for each in trajectories_of_state(state, [row]))
+    assert own is red and opening is not None and opening.key == blue.key and none is None
+    for media, got in ((blue, "others"), (None, "none")):
+        with pytest.raises(ValueError, match=f"the pictures of the checkpoint's samples in prompt 7, got {got}"):
+            trajectories_of_state(state, [replace(row, media=media)])

@@ -85,7 +85,8 @@ def turn_rewards(evidence: Evidence) -> Iterator[Finding | Skip]:
             samples=rollout.sample_ids[astray][:4].tolist(),
         )
     given = _environment_rewards(evidence)
-    sums = zip(rollout.sample_ids.tolist(), values.double().sum(-1).tolist(), strict=True)
+    whole = (rollout.valid_tokens == rollout.action_mask).all(-1)  # the rewards of other turns are 0 by now
+    sums = zip(rollout.sample_ids[whole].tolist(), values[whole].double().sum(-1).tolist(), strict=True)
     wrong = [
         sample
         for sample, total in sums

@@ -36,6 +36,8 @@ NATS = -math.log(CHANCE)
 CHANCE_OF_DATA, SEVERAL = 1e-6, 3  # for sets that are compared once per run; minimum number of shared prompts
 LONG = 16  # tokens of a prompt that does not repeat by chance
 
+ROWS = "stage generate, the prompts of its rows", "stage generate, the pictures of its rows"
+OWN_PICTURES = "lay out each row with the pictures and token types of its requests, in order and unchanged"
 NOTHING = "the engine returned no completions for this rollout"
 
 
@@ -123,7 +125,7 @@ def prompt_source(evidence: Evidence) -> Iterator[Finding | Skip]:
     }
     requests = f"{evidence.facts.data}stage generate, the prompts of the requests"
     sources: list[tuple[str, str, Mapping[int, tuple[int, ...]]]] = [
-        ("stage generate, the prompts of its rows", "the prompt of the request in the trained row", trained),
+        (ROWS[0], "the prompt of the request in the trained row", trained),
         (
             requests,
             "the prompt of the training data at its place of the stream",
@@ -148,7 +150,7 @@ def prompt_source(evidence: Evidence) -> Iterator[Finding | Skip]:
     last = {sample: pairs[-1][0].media for sample, pairs in turns.items() if _is_one_context(pairs)}
     changed = any(places for _, places in evidence.strange_pictures.values())  # see picture_source
     stream = {} if rollout.segments is not None or changed else evidence.stream_prompts
-    rows, place = "stage generate, the pictures of its rows", "the pictures of the training data at its place"
+    rows, place = ROWS[1], "the pictures of the training data at its place"
     for culprit, expected, wrong in (
         (rows, "the pictures of the request in the trained row", _others_in_rows(rollout, pictures)),
         (rows, "the pictures of the last request in the trained row, in order", _others_in_replies(rollout, last)),
@@ -166,8 +168,14 @@ def prompt_source(evidence: Evidence) -> Iterator[Finding | Skip]:
         ),
     ):
         if wrong:
-            yield Finding(culprit=culprit, expected=expected, observed=f"others in {len(wrong)}", samples=wrong[:4])
+            cure, observed = OWN_PICTURES * (culprit == rows), f"others in {len(wrong)}"
+            yield Finding(culprit=culprit, expected=expected, observed=observed, cure=cure, samples=wrong[:4])
             return
+
+
+def has_other_rows(evidence: Evidence) -> bool:
+    """Return True if rows are not those of their requests, so that log-probabilities of both differ."""
+    return any(finding.culprit in ROWS for finding in prompt_source.violations(evidence))
 
 
 def _key(media: Media | None) -> int:
@@ -258,15 +266,15 @@ def picture_source(evidence: Evidence) -> Iterator[Finding | Skip]:
         "cure": "call the processor once for each prompt, with its pictures as they are, and change no output and no "
         "option of the processor; a processor changes no picture at random",
     }
-    for name, kinds in evidence.strange_pictures.items():
-        for places, texts in zip(kinds, ({}, outputs), strict=True):
-            if places:
-                samples = [*places] if name == CONVERSATIONS else list[int]()
-                if name == "the training data":
-                    samples = [each for each, prompt in evidence.stream_prompts.items() if prompt.index in places]
-                observed = f"others in {'sample' if name == CONVERSATIONS else 'prompt'} {places[0]} of {name}"
-                yield Finding(observed=observed, samples=samples[:4], **texts)
-                break
+    for name, (others, strange) in evidence.strange_pictures.items():
+        places, texts = (others, {}) if others else ([*strange], outputs)
+        if places:
+            samples = places if name == CONVERSATIONS else list[int]()
+            if name == "the training data":
+                samples = [each for each, prompt in evidence.stream_prompts.items() if prompt.index in places]
+            what = "others" if others else f"other {strange[places[0]]}"
+            observed = f"{what} in {'sample' if name == CONVERSATIONS else 'prompt'} {places[0]} of {name}"
+            yield Finding(observed=observed, samples=samples[:4], **texts)
 
 
 @check(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lightning_rl.audit.checks.draw_checks import has_other_rows
 from lightning_rl.audit.evidence import Evidence
 from lightning_rl.testing.properties.check import check
 from lightning_rl.testing.properties.comparisons import MIXED_UP, NO_ROWS, Skip
@@ -16,6 +17,9 @@ BEFORE = "stage score, the policy before the update"
 UPDATE = "stage update, the policy's forward"
 TRAINER = "stages score and update, the policy's forward on several rows, as its forward on one has the engine's values"
 BY_ROW = "read each row with its own tokens, positions and pictures, independent of the rows beside it"
+ENGINE = "check load_weights, the prefix cache and the temperature of the engine"
+PICTURES_TOO = f"{ENGINE}, and the number and order of pictures that it reads"
+OTHER_ROWS = "rows are not those of their requests (prompt_source)"
 REFERENCE = "stage score, the reference"
 FAINT = 0.01  # a change that is none, relative to another one
 FAR = 2.0  # a gradient is a difference of values with a tolerance in nats
@@ -45,8 +49,10 @@ def logprob_alignment(evidence: Evidence) -> Iterator[Finding | Skip]:
     yield from findings
 
 
-def _misalignments(evidence: Evidence, name: str, field: Tensor | None, model: str, culprit: str) -> Iterator[Finding]:
-    """Yield a finding for the first row that differs from the plain forward."""
+def _misalignments(
+    evidence: Evidence, name: str, field: Tensor | None, model: str, culprit: str, tolerance: float | None = None
+) -> Iterator[Finding]:
+    """Yield a finding for the first row that differs from the plain forward, by default by the run's tolerance."""
     for plain in evidence.plain:
         if field is None or plain.of != model:
             continue
@@ -56,7 +62,7 @@ def _misalignments(evidence: Evidence, name: str, field: Tensor | None, model: s
         valid = evidence.rows.valid_tokens[plain.row, plain.columns]
         gaps = torch.where(valid, (field[plain.row, plain.columns].double() - truth).abs(), 0.0)
         error = float(gaps.sum() / valid.sum().clamp(min=1))
-        if error > evidence.facts.tolerance:
+        if error > (tolerance or evidence.facts.tolerance):
             yield Finding(
                 culprit=culprit,
                 expected=f"{name} [t] = {what}, temperature {evidence.facts.temperature}",
@@ -91,10 +97,10 @@ def token_gradients(evidence: Evidence) -> Iterator[Finding | Skip]:
             return
 
 
-@check(culprit="engine {engine}", cure="check load_weights, the prefix cache and the temperature of the engine")
+@check(culprit="engine {engine}", cure=ENGINE)
 def weight_sync(evidence: Evidence) -> Iterator[Finding | Skip]:
     """The engine's log-probabilities are those of the policy's weights at the draw and at the same temperature."""
-    rows, tolerance = evidence.rows, evidence.facts.tolerance
+    rows, tolerance = evidence.rows, evidence.facts.engine_tolerance
     if evidence.swapped_samples:
         yield Skip(MIXED_UP)
         return
@@ -108,14 +114,18 @@ def weight_sync(evidence: Evidence) -> Iterator[Finding | Skip]:
     per_row = gap.sum(-1) / fresh.sum(-1).clamp(min=1)
     mean = float(gap.sum() / fresh.sum().clamp(min=1))
     if mean > tolerance or bool((per_row > 5 * tolerance).any()):
-        worst, read = int(per_row.argmax()), "pictures that it reads otherwise, " * bool(rows.prompt_items)
+        if has_other_rows(evidence):
+            yield Skip(OTHER_ROWS)
+            return
+        pictures = bool(rows.prompt_items or rows.response_items)
+        worst, read = int(per_row.argmax()), "pictures that it reads otherwise, " * pictures
         why = f": other weights, a stale cache, {read}or another temperature"
         pairs = ("logprobs", evidence.outputs.logprobs), ("rollout_logprobs", rows.rollout_logprobs)
-        ours, theirs = (any(_misalignments(evidence, *pair, "policy", TRAINER)) for pair in pairs)
+        ours, theirs = (any(_misalignments(evidence, *pair, "policy", TRAINER, tolerance)) for pair in pairs)
         of_trainer = ours and not theirs
         yield Finding(
             culprit=TRAINER if of_trainer else "",
-            cure=BY_ROW if of_trainer else "",
+            cure=BY_ROW if of_trainer else PICTURES_TOO * pictures,
             expected=f"log-probabilities within {tolerance:.2g} nats of the policy's",
             observed=f"{mean:.3g} nats apart on average, {float(per_row[worst]):.3g} in one row"
             + why * (not of_trainer),
@@ -126,7 +136,7 @@ def weight_sync(evidence: Evidence) -> Iterator[Finding | Skip]:
     yield from _other_old_logprobs(evidence, tolerance)
 
 
-def _other_old_logprobs(evidence: Evidence, tolerance: float) -> Iterator[Finding]:
+def _other_old_logprobs(evidence: Evidence, tolerance: float) -> Iterator[Finding | Skip]:
     """Yield a finding for rows, among all of the rollout, whose old log-probabilities are not the engine's."""
     rows = evidence.rollout
     if rows.old_logprobs is None or rows.rollout_logprobs is None:
@@ -135,7 +145,9 @@ def _other_old_logprobs(evidence: Evidence, tolerance: float) -> Iterator[Findin
     gap = torch.where(fresh, (rows.rollout_logprobs - rows.old_logprobs).double().abs(), 0.0)
     per_row = gap.sum(-1) / fresh.sum(-1).clamp(min=1)
     wrong = per_row > 5 * tolerance
-    if bool(wrong.any()):
+    if bool(wrong.any()) and has_other_rows(evidence):
+        yield Skip(OTHER_ROWS)
+    elif bool(wrong.any()):
         yield Finding(
             culprit=f"{BEFORE}, the rows of its microbatches",
             expected="old log-probabilities of the rows that were sampled, as those of a few rows are",

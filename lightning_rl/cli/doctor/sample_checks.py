@@ -23,6 +23,7 @@ from lightning_rl.rollouts.failures import FailureReport
 from lightning_rl.rollouts.first_sample import first_sample
 from lightning_rl.rollouts.logprob_passes import add_logprobs
 from lightning_rl.samples import Rows, Trajectory
+from lightning_rl.signal.masked import row_mean
 from lightning_rl.utils.finding import Finding
 
 MAX_TRUNCATED, MAX_FLAT, MAX_MISSING = 0.5, 0.9, 0.1
@@ -114,15 +115,22 @@ def engine_logprobs(samples: CheckedSamples) -> Iterator[Finding]:
         scored = add_logprobs(
             rollout.to(module.device), plan.to(module.device), module.required_policy, None, Corrections(), old=True
         )
-    gap = (scored.require("old_logprobs").cpu() - rollout.rollout_logprobs).abs()[rollout.valid_tokens]
-    mean, largest = float(gap.double().mean()), float(gap.max())
+    valid = rollout.valid_tokens
+    gap = (scored.require("old_logprobs").cpu() - rollout.rollout_logprobs).abs().double().where(valid, 0.0)
+    mean, largest, of_row = float(gap.sum() / valid.sum()), float(gap.max()), float(row_mean(gap, valid).max())
     yield fact("engine", f"log-probabilities differ from the trainer's by {mean:.2g} nats, {largest:.2g} at most")
-    exact = str(module.trainer.precision) in ("32-true", "64-true")
-    bound = logprob_tolerance(module.options.engine.dtype or module.required_policy.model.dtype, exact=exact)
+    exact, engine = str(module.trainer.precision) in ("32-true", "64-true"), module.options.engine
+    model = module.required_policy.model
+    bound = logprob_tolerance(dtype := engine.dtype or model.dtype, exact=exact)
+    own = logprob_tolerance(dtype, exact=exact, model=model if engine.capabilities.shares_policy else None)
+    cure = "use one model, precision and temperature on both sides, and check that the engine loads synced weights and "
+    cure += "reads pictures as the trainer does"
     if not mean <= bound:
         observed = f"engine and trainer differ by {mean:.3g} nats per token, above the rounding error of {bound:g}"
-        cure = "use one model, precision and temperature on both sides, and check that the engine loads synced weights"
         yield error("engine", observed, cure)
+    elif mean > own or of_row > 5 * own:
+        observed = f"engine and trainer differ by {mean:.3g} nats per token and {of_row:.3g} in one row, beyond "
+        yield warning("engine", f"{observed}rounding ({own:g}, in one row {5 * own:g})", cure)
 
 
 def _reward_values(
