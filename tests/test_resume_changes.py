@@ -834,7 +834,7 @@ def compare(option: str, before: Any, now: Any, allow_config_changes: Sequence[s
     check_resume(old, new, allow_config_changes)
 
 
-def tested(**options: Any) -> Rewards:
+def sandboxed(**options: Any) -> Rewards:
     """Return rewards with a sandbox in an option of a function."""
     return Rewards({"tests": partial(parity_reward, sandbox=Sandbox(**options))})
 
@@ -858,7 +858,7 @@ def tested(**options: Any) -> Rewards:
             Rewards(SubprocessReward(parity_reward)),
             Rewards(SubprocessReward(parity_reward, processes=RayWorkers(2), seconds=9.0)),
         ),
-        ("rewards", tested(seconds=2.0), tested(seconds=2.0, workers=RayWorkers(2))),
+        ("rewards", sandboxed(seconds=2.0), sandboxed(seconds=2.0, workers=RayWorkers(2))),
     ],
 )
 def test_workers_and_limits_of_failures_may_change(option: str, before: Any, now: Any) -> None:
@@ -867,7 +867,7 @@ def test_workers_and_limits_of_failures_may_change(option: str, before: Any, now
 
 def test_time_limits_that_decide_scores_may_not_change() -> None:
     with pytest.raises(ValueError, match=r"sandbox.seconds: 2.0 in the checkpoint, 3.0 now"):
-        compare("rewards", tested(seconds=2.0), tested(seconds=3.0))
+        compare("rewards", sandboxed(seconds=2.0), sandboxed(seconds=3.0))
 
 
 @pytest.mark.parametrize(
