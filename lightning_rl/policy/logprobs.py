@@ -186,8 +186,8 @@ def logprob_tolerance(dtype: torch.dtype, *, exact: bool = True, model: PreTrain
     Args:
         dtype: Dtype of the weights.
         exact: False under autocast.
-        model: Model that runs in both; None if two programs compute. On a CPU a dense one sums float32 in another order
-            alone, which gave 3e-6 in the families of the tests and 6e-6 in a pretrained model of 135M parameters.
+        model: Model that runs in both; None if two programs compute. On a CPU a dense one only sums float32 in another
+            order.
     """
     known = {torch.float64: 1e-6, torch.float32: 2e-3}
     if model is not None and model.device.type == "cpu" and torch.get_float32_matmul_precision() == "highest":

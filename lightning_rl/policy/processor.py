@@ -109,8 +109,7 @@ class PictureProcessor:
         Raises:
             ValueError: If there are more or fewer placeholders than pictures, or the processor refuses a picture.
         """
-        mark = str(self.processor.image_token)
-        place: Any = self.tokenizer.convert_tokens_to_ids(mark)
+        mark, place = str(self.processor.image_token), self._placeholder
         if (written := list(token_ids).count(place)) != len(pictures):
             raise ValueError(
                 f"expected a chat template that writes {mark} for each picture, got {written} for the {len(pictures)} "

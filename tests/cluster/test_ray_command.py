@@ -33,7 +33,7 @@ def check_equal(folder: Path, expected: Path) -> None:
         assert all(torch.equal(result["weights"][name], weight) for name, weight in other["weights"].items())
 
 
-def started(folder: Path, kind: str) -> RayCommand:
+def start_run(folder: Path, kind: str) -> RayCommand:
     folder.mkdir()
     return RayCommand(folder, killed_run.__file__, "--nodes", "2", "--", folder, kind, "2", "1")
 
@@ -44,7 +44,7 @@ def test_ranks_equal_those_of_torchrun_though_one_is_killed(kind: str, tmp_path:
     command = [killed_run.__file__, tmp_path / "torchrun", kind, "1", "1"]
     with Agents(tmp_path / "torchrun", command, nodes=1, devices=RANKS) as agents:
         agents.finish()
-    ran = started(tmp_path / "ray", kind)
+    ran = start_run(tmp_path / "ray", kind)
     ran.wait_for("step=5.ckpt")
     os.kill(int((tmp_path / "ray" / "process-1").read_text()), 9)
     assert ran.finish() == 0, ran.output()
@@ -52,9 +52,9 @@ def test_ranks_equal_those_of_torchrun_though_one_is_killed(kind: str, tmp_path:
 
 
 def test_a_node_that_is_lost_and_replaced_changes_no_weight(tmp_path: Path, cluster: Any) -> None:
-    whole = started(tmp_path / "whole", "ddp")
+    whole = start_run(tmp_path / "whole", "ddp")
     assert whole.finish() == 0, whole.output()
-    ran = started(tmp_path / "ray", "ddp")
+    ran = start_run(tmp_path / "ray", "ddp")
     ran.wait_for("step=5.ckpt")
     lost = [int((tmp_path / "ray" / f"process-{rank}").read_text()) for rank in range(RANKS)]
     cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)

@@ -68,19 +68,19 @@ class Echo(TokenEnvironment):
     def close(self) -> None: ...
 
 
-def rewarded(marker: Path | None) -> Any:
+def module_with_rewards(marker: Path | None) -> Any:
     if marker is None:
         return tiny_module(rewards={"parity": parity})
 
-    def doomed(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    def parity_on_doomed_node(prompts: Any, completions: Any, **columns: Any) -> list[float]:
         die_with_node(marker)
         return parity(prompts, completions, **columns)
 
-    reward = SubprocessReward(doomed, per_sample=True)
+    reward = SubprocessReward(parity_on_doomed_node, per_sample=True)
     return tiny_module(rewards=Rewards({"parity": reward}, workers=WORKERS))
 
 
-def conversing(marker: Path | None) -> Any:
+def module_with_conversations(marker: Path | None) -> Any:
     def make() -> Echo:
         echo = Echo()
         echo.marker = marker
@@ -109,7 +109,7 @@ def doomed_node(cluster: Any, tmp_path: Path) -> Iterator[Path]:
     assert marker.exists()
 
 
-@pytest.mark.parametrize("make", [rewarded, conversing])
+@pytest.mark.parametrize("make", [module_with_rewards, module_with_conversations])
 def test_a_lost_node_changes_no_weight_and_is_reported_once(
     make: Callable[[Path | None], Any], doomed_node: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -136,11 +136,11 @@ def test_a_small_cluster_runs_all_tasks_and_uses_nodes_that_join(cluster: Any) -
         assert [call.result() for call in calls] == [(number, False) for number in range(30)]
         joined = cluster.add_node(num_cpus=2, env_vars={"JOINED": "1"})
 
-        def used() -> bool:
+        def uses_node() -> bool:
             calls = [pool.submit(cloudpickle.dumps(((number,), {})), 60.0) for number in range(30)]
             return any(call.result()[1] for call in calls)
 
-        assert wait_for(used)
+        assert wait_for(uses_node)
     finally:
         pool.close()
     cluster.remove_node(joined)
